@@ -1,0 +1,57 @@
+# Every target makes what it needs: a machine with python3 (and its venv module), make and gcc is enough.
+
+PYTHON ?= python3
+MINUTES ?= 5
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread a worker: two workers with two threads each would fight for two cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fuzz bench docs test-gpu compile-gate clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with the tested versions (again when pyproject.toml or constraints.txt change)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## show what StableMask does to attention, in a few seconds
+	$(BIN)/python -m stablemask.cli demo
+
+test: $(STAMP)  ## run every test that needs no GPU
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+check: $(STAMP)  ## lint, formatting, types and a strict build of the documentation
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
+
+docs: $(STAMP)  ## build the documentation into site/, warnings being errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+fuzz: $(STAMP)  ## random calls against the oracle for MINUTES=5
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+bench: $(STAMP)  ## time the back ends against plain causal attention
+	$(BIN)/python -m benchmarks.attention
+
+compile-gate: $(STAMP)  ## compile the Triton kernels for GPUs ahead of time: no spills, matrix instructions
+	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks.compile_gate
+
+# Installs nothing and reads no pytest settings: a GPU machine brings its own torch and perhaps none of our plugins.
+test-gpu:  ## run the GPU tests with PYTHON=python3 as it is, nothing installed
+	env -u TRITON_INTERPRET PYTHONPATH=src:. $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider \
+		--import-mode=importlib -ra $(PYTEST_ARGS) tests/gpu
+
+clean:  ## remove everything that is built here
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
