@@ -1,0 +1,24 @@
+"""StableMask: causal attention without attention sinks, with absolute position, at the speed of plain causal attention."""
+
+from stablemask.attention import (
+    available_backends,
+    cu_seqlens_from_documents,
+    documents_from_cu_seqlens,
+    sink_attention,
+    stable_attention,
+)
+from stablemask.backends import BackendUnavailable
+from stablemask.pseudo import PseudoScores, pseudo_logits
+
+__all__ = [
+    "BackendUnavailable",
+    "PseudoScores",
+    "available_backends",
+    "cu_seqlens_from_documents",
+    "documents_from_cu_seqlens",
+    "pseudo_logits",
+    "sink_attention",
+    "stable_attention",
+]
+
+__version__ = "0.1.0.dev0"

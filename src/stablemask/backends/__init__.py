@@ -1,0 +1,46 @@
+"""The table of back ends: name → module, imported when first asked for, and the order in which they are preferred.
+
+A back end is a module with two functions::
+
+    why_not(call) -> str | None              why it cannot serve exactly this call; None: it can
+    run(call)     -> (out, lse')             exact forward, exact gradients for every tensor of the call that needs one
+
+Back ends import neither the reference nor each other.
+"""
+
+from types import ModuleType
+
+import torch
+
+NAMES = ("triton", "cpu_flash", "flex", "portable", "reference")
+_PREFERENCE = {
+    "cpu": ("cpu_flash", "portable", "reference", "flex", "triton"),
+    "cuda": ("triton", "flex", "portable", "reference", "cpu_flash"),
+}
+_PREFERENCE_ELSEWHERE = ("portable", "reference", "flex", "triton", "cpu_flash")
+
+
+class BackendUnavailable(ValueError):
+    """The back end asked for cannot serve exactly this call; the message says why."""
+
+
+def preference(device: torch.device) -> tuple[str, ...]:
+    """Back ends in the order in which they are tried on a device: the fastest first."""
+    return _PREFERENCE.get(device.type, _PREFERENCE_ELSEWHERE)
+
+
+def module(name: str) -> ModuleType:
+    """The back end's module. Plain import statements, so that torch.compile can follow them."""
+    if name == "reference":
+        from stablemask.backends import reference as backend
+    elif name == "cpu_flash":
+        from stablemask.backends import cpu_flash as backend
+    elif name == "portable":
+        from stablemask.backends import portable as backend
+    elif name == "flex":
+        from stablemask.backends import flex as backend
+    elif name == "triton":
+        from stablemask.backends import triton as backend
+    else:
+        raise ValueError(f"backend: got {name!r}; allowed are {', '.join(NAMES)}, or None for the fastest")
+    return backend

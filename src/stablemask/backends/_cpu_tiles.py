@@ -1,0 +1,254 @@
+"""How a call is cut into tiles that the CPU flash kernel computes right and fast.
+
+A tile is a rectangle of query rows × keys that holds every visible key of its rows. In a *reversed* plan the rows count from the
+last query backwards: then row r and key j of a band whose last query owns its last key have j − i = j + r + const, and a mask that
+depends on j − i alone is a view with strides (1, 1) of one vector, whatever the size of the band.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stablemask.backends._call import Call, additive_bias, finite_keys_values, kept_keys, visible
+from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
+
+_aten = torch.ops.aten
+_EVERY = slice(None)
+
+_BAND_ROWS = 128
+_WINDOW_BAND_ROWS = 192
+
+Segment = tuple[int, int]
+
+
+class Tile(NamedTuple):
+    """Query rows × keys of some sequences, with an additive mask or the kernel's own causal one, or none."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    mask: Annotated[Tensor, "B|1 H|1 rows keys"] | None = None
+    causal: bool = False
+    alive: Annotated[Tensor, "B|1 H|1 rows"] | None = None
+
+
+class Plan(NamedTuple):
+    """Tiles in the order in which they run; ``whole`` where one unmasked tile is the entire call."""
+
+    tiles: Iterator[Tile]
+    reversed: bool = False
+    whole: bool = False
+
+
+def forward(call: Call) -> tuple[Output, RowLogits]:
+    """Plain attention of the call, without its sink: out, and lse = −∞ with out = 0 where a row sees no key."""
+    batch, heads, num_queries, width = call.q.shape
+    out = call.q.new_zeros(batch, num_queries, heads, width).transpose(1, 2)
+    lse = call.q.new_full((batch, num_queries, heads), -torch.inf, dtype=call.accumulate_dtype).transpose(1, 2)
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return out, lse
+    plan = make_plan(call)
+    q, k, v = _inputs(call, plan)
+    for tile in plan.tiles:
+        o, l = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q[tile.batch, :, tile.rows],
+            k[tile.batch, :, tile.keys],
+            v[tile.batch, :, tile.keys],
+            0.0,
+            tile.causal,
+            attn_mask=tile.mask,
+            scale=call.scale,
+        )
+        if plan.whole:
+            out, lse = o, l
+            break
+        out[tile.batch, :, tile.rows] = o
+        lse[tile.batch, :, tile.rows] = l if tile.alive is None else l.where(tile.alive, -torch.inf)
+    if plan.reversed:
+        out, lse = out.flip(2), lse.flip(2)
+    _restore_nans(q, k, out, lse)
+    return out, lse
+
+
+def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Queries, Keys, Values]:
+    """Exact dq, dk, dv from out' and lse' of the attention with its sink."""
+    q, k, v = call.q, call.k, call.v
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    plan = make_plan(call)
+    q, k, v = _inputs(call, plan)
+    grad = _unit_stride(grad)
+    if plan.reversed:
+        grad, out, lse = grad.flip(2), out.flip(2), lse.flip(2)
+    dq = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+    dk = k.new_zeros(k.shape[0], k.shape[2], k.shape[1], k.shape[3], dtype=call.accumulate_dtype).transpose(1, 2)
+    dv = torch.zeros_like(dk)
+    for tile in plan.tiles:
+        tile_lse = lse[tile.batch, :, tile.rows]
+        dq_tile, dk_tile, dv_tile = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad[tile.batch, :, tile.rows],
+            q[tile.batch, :, tile.rows],
+            k[tile.batch, :, tile.keys],
+            v[tile.batch, :, tile.keys],
+            out[tile.batch, :, tile.rows],
+            tile_lse if tile.alive is None else tile_lse.where(tile.alive, torch.inf),
+            0.0,
+            tile.causal,
+            attn_mask=tile.mask,
+            scale=call.scale,
+        )
+        if plan.whole:
+            return dq_tile, dk_tile, dv_tile
+        dq[tile.batch, :, tile.rows] = dq_tile
+        dk[tile.batch, :, tile.keys].add_(dk_tile)
+        dv[tile.batch, :, tile.keys].add_(dv_tile)
+    return dq.flip(2) if plan.reversed else dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def make_plan(call: Call) -> Plan:
+    """The cheapest way to cut the call. Reads the values of ``key_mask`` and ``documents``."""
+    if call.key_positions is not None or call.bias is not None:
+        return Plan(_dense_bands(call))
+    if not call.causal and (call.key_mask is not None or call.slopes is not None):
+        return Plan(_dense_bands(call))
+    segments = _segments(call)
+    if segments is None:
+        return Plan(_dense_bands(call))
+    num_queries, num_keys = call.q.shape[2], call.k.shape[2]
+    longest = max((stop - start for row in segments for start, stop in row), default=0)
+    windowed = call.window is not None and call.window < longest
+    unmasked = not windowed and call.slopes is None
+    if call.causal and not (unmasked and num_queries == num_keys) and num_queries > 1:
+        return Plan(_bands(call, segments), reversed=True)
+    whole = unmasked and segments == [[(0, num_keys)]]
+    return Plan(_rectangles(call, segments), whole=whole)
+
+
+def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
+    q = call.q.flip(2) if plan.reversed else call.q
+    k, v = call.k, call.v
+    kept = kept_keys(call)
+    if kept is not None and not bool(kept.all()):
+        k, v = finite_keys_values(call)
+    return _unit_stride(q), _unit_stride(k), _unit_stride(v)
+
+
+def _segments(call: Call) -> list[list[Segment]] | None:
+    """Key ranges that attend among themselves: one list for the whole batch, or one per sequence; None if a range has holes."""
+    if call.documents is None and call.key_mask is None:
+        return [[(0, call.k.shape[2])]]
+    per_sequence = []
+    for b in range(call.k.shape[0]):
+        bounds = [0, call.k.shape[2]]
+        if call.documents is not None:
+            lengths = torch.unique_consecutive(call.documents[b], return_counts=True)[1]
+            bounds = [0, *lengths.cumsum(0).tolist()]
+        ranges = list(pairwise(bounds))
+        if call.key_mask is not None:
+            trimmed = [_trim(call.key_mask[b], *r) for r in ranges]
+            if None in trimmed:
+                return None
+            ranges = [r for r in trimmed if r is not None and r[0] < r[1]]
+        per_sequence.append(ranges)
+    return per_sequence[:1] if all(r == per_sequence[0] for r in per_sequence) else per_sequence
+
+
+def _trim(keep: Annotated[Tensor, "Tk"], start: int, stop: int) -> Segment | None:
+    """The kept part of a range if it is one run (possibly empty), else None."""
+    kept = keep[start:stop].nonzero()
+    if kept.numel() == 0:
+        return (start, start)
+    first, last = start + int(kept[0]), start + int(kept[-1])
+    return (first, last + 1) if kept.numel() == last + 1 - first else None
+
+
+def _placed(call: Call, segments: list[list[Segment]]) -> Iterator[tuple[slice, int, int, int]]:
+    """(sequences, first key, first own key of a query, end) of every segment that holds a query."""
+    offset = call.k.shape[2] - call.q.shape[2]
+    for b, ranges in enumerate(segments):
+        sequences = _EVERY if len(segments) == 1 else slice(b, b + 1)
+        for start, stop in ranges:
+            if max(start, offset) < stop:
+                yield sequences, start, max(start, offset), stop
+
+
+def _rectangles(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
+    """One tile per segment: causal square, single query, or everything visible."""
+    offset = call.k.shape[2] - call.q.shape[2]
+    mask_vector = None if call.slopes is None else _BandMask(call, call.k.shape[2], 1)
+    for sequences, start, own, stop in _placed(call, segments):
+        square = call.causal and call.q.shape[2] > 1
+        low = start if call.window is None else max(start, stop - call.window)
+        first_row = own - offset if offset >= 0 else 0
+        rows = slice(first_row, stop - offset)
+        keys = slice(start if square else low, stop)
+        mask = None if mask_vector is None else mask_vector.view(1, stop - low)
+        yield Tile(sequences, rows, keys, mask, causal=square)
+
+
+def _bands(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
+    """Bands of rows of every segment, in reversed rows, masked by a view of one vector."""
+    offset = call.k.shape[2] - call.q.shape[2]
+    height = _BAND_ROWS if call.window is None else _WINDOW_BAND_ROWS
+    longest = max((stop - start for row in segments for start, stop in row), default=0)
+    reach = longest if call.window is None else min(longest, call.window + height - 1)
+    masks = _BandMask(call, reach, height)
+    for sequences, start, own, stop in _placed(call, segments):
+        for first in range(own, stop, height):
+            last = min(first + height, stop)
+            low = start if call.window is None else max(start, first - call.window + 1)
+            rows = slice(call.k.shape[2] - last, call.k.shape[2] - first)
+            yield Tile(sequences, rows, slice(low, last), masks.view(last - first, last - low))
+
+
+class _BandMask:
+    """ALiBi, window and causality as a function of key index − query index, one number per distance."""
+
+    def __init__(self, call: Call, reach: int, height: int) -> None:
+        self.reach = reach
+        relative = torch.arange(1 - reach, height, device=call.q.device)
+        slopes = call.slopes if call.slopes is not None else relative.new_zeros(1, dtype=call.accumulate_dtype)
+        values = slopes[:, None] * relative.to(slopes.dtype)
+        hidden = relative > 0
+        if call.window is not None:
+            hidden = hidden | (relative <= -call.window)
+        self.values = values.masked_fill(hidden, -torch.inf)  # (H|1, reach + height − 1)
+
+    def view(self, rows: int, keys: int) -> Annotated[Tensor, "1 H|1 rows keys"]:
+        heads, length = self.values.shape
+        return self.values.as_strided((1, heads, rows, keys), (0, length, 1, 1), self.reach - keys)
+
+
+def _dense_bands(call: Call) -> Iterator[Tile]:
+    """Bands of rows with a dense mask: O(rows · Tk) numbers at a time."""
+    num_queries, num_keys = call.q.shape[2], call.k.shape[2]
+    ordered = call.causal and call.key_positions is None
+    for first in range(0, num_queries, _BAND_ROWS):
+        rows = slice(first, min(first + _BAND_ROWS, num_queries))
+        keys = slice(0, rows.stop + num_keys - num_queries if ordered else num_keys)
+        bias, seen = additive_bias(call, rows), visible(call, rows)
+        mask = call.q.new_zeros((1, 1, 1, 1), dtype=call.accumulate_dtype) if bias is None else bias
+        if seen is not None:
+            mask = mask.masked_fill(~seen, -torch.inf)
+        mask = mask.expand(-1, -1, rows.stop - rows.start, num_keys)[..., keys].contiguous()
+        yield Tile(_EVERY, rows, keys, mask, alive=(mask > -torch.inf).any(-1))
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _restore_nans(q: Queries, k: Keys, out: Output, lse: RowLogits) -> None:
+    """Write NaN into rows whose every score was NaN: the kernel reports them as out = 0, lse = 0."""
+    suspect = lse == 0
+    if not bool(suspect.any()):
+        return
+    suspect &= (out == 0).all(-1)
+    broken_key = ~k.isfinite().all(-1).all(-1)  # (B, G)
+    broken = ~q.isfinite().all(-1) | broken_key.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+    suspect &= broken
+    out.masked_fill_(suspect.unsqueeze(-1), torch.nan)
+    lse.masked_fill_(suspect, torch.nan)

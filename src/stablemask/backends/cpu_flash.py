@@ -1,0 +1,175 @@
+"""PyTorch's own CPU flash kernel, forward and backward, fed (out', lse') in place of (out, lse).
+
+``aten::_scaled_dot_product_flash_attention_for_cpu`` gives out and lse of plain attention. The sink then costs O(T): lse' and out'.
+Its backward computes dS = P (dP − rowsum(dout ⊙ out)) with P = exp(S − lse), so out' and lse' make it exact for the attention
+with the sink. ``_cpu_tiles`` cuts each call into tiles: one for plain causal attention, one per document or unpadded sequence,
+bands of rows for a window, ALiBi or Tq < Tk, bands with a dense mask for the rest.
+
+The operator is private to PyTorch. Everything it gets wrong is kept from it: zero sizes kill the process, a last stride other than
+1 gives wrong numbers, ``is_causal`` aligns top left, rows without visible keys report lse = 0, an all-NaN row is swallowed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stablemask.backends import _cpu_tiles as tiles
+from stablemask.backends._call import Call
+from stablemask.shapes import Output, RowLogits
+
+_GEOMETRY = (
+    "Tensor? slopes, Tensor? bias, Tensor? query_positions, Tensor? key_positions, Tensor? key_mask, Tensor? documents, "
+    "bool causal, float scale, SymInt? window"
+)
+
+
+def why_not(call: Call) -> str | None:
+    """The CPU kernel has no softcap, no dropout, no gradient for biases, and one head width for q, k and v."""
+    if call.q.device.type != "cpu":
+        return f"it runs on CPU tensors, got {call.q.device.type}"
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"):
+        return f"PyTorch {torch.__version__} has no CPU flash operator"
+    if call.softcap is not None:
+        return "the CPU flash kernel cannot cap scores (softcap)"
+    if call.dropout:
+        return "the CPU flash kernel has no dropout"
+    if call.v.shape[-1] != call.q.shape[-1]:
+        return f"the CPU flash kernel needs values as wide as queries, got {call.v.shape[-1]} and {call.q.shape[-1]}"
+    if torch.is_grad_enabled():
+        if call.bias is not None and call.bias.requires_grad:
+            return "the CPU flash kernel has no gradient for bias"
+        if call.slopes is not None and call.slopes.requires_grad:
+            return "the CPU flash kernel has no gradient for alibi_slopes"
+    return None
+
+
+def run(call: Call) -> tuple[Output, RowLogits]:
+    """out' and lse', differentiable in q, k, v and the sink."""
+    out, lse = torch.ops.stablemask.cpu_flash(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
+    return out, lse
+
+
+def _geometry(call: Call) -> tuple[Any, ...]:
+    tensors = (call.slopes, call.bias, call.query_positions, call.key_positions, call.key_mask, call.documents)
+    return (*tensors, call.causal, call.scale, call.window)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, geometry: tuple[Any, ...]) -> Call:
+    slopes, bias, query_positions, key_positions, key_mask, documents, causal, scale, window = geometry
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        sink=None,
+        scores=None,
+        causal=causal,
+        scale=scale,
+        window=window,
+        slopes=slopes,
+        bias=bias,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        key_mask=key_mask,
+        documents=documents,
+        softcap=None,
+        dropout=0.0,
+        return_lse=True,
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any) -> tuple[Tensor, Tensor]:
+    out, lse = tiles.forward(_call(q, k, v, geometry))
+    if sink is None:
+        return out, lse
+    share = torch.sigmoid(lse - sink).masked_fill_(lse == -torch.inf, 0.0)
+    out.mul_(share.unsqueeze(-1))
+    torch.logaddexp(lse, sink.expand_as(lse), out=lse)
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *geometry: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tiles.backward(_call(q, k, v, geometry), grad, out, lse)
+
+
+def _like(t: Tensor) -> Tensor:
+    """The layout of everything the kernel returns: [B, T, H, D] in memory, seen as [B, H, T, D]."""
+    return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like(q), _like(q[..., 0]).to(dtype)
+
+
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *geometry: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sink, *geometry = inputs
+    ctx.save_for_backward(q, k, v, sink, *output, *geometry[:6])
+    ctx.scalars = geometry[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sink, out, lse, *tensors = ctx.saved_tensors
+    geometry = (*tensors, *ctx.scalars)
+    unused: tuple[None, ...] = (None,) * len(geometry)
+    dq = dk = dv = dsink = None
+    if grad is not None:
+        dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(grad, q, k, v, out, lse, *geometry)
+    if grad_lse is not None:
+        dq_lse, dk_lse = _through_lse(grad_lse, q, k, v, out, lse, geometry)
+        dq, dk = (dq_lse, dk_lse) if dq is None else (dq + dq_lse, dk + dk_lse)
+    if ctx.needs_input_grad[3]:
+        dsink = _sink_gradient(sink, grad, grad_lse, out, lse)
+    return dq, dk, dv, dsink, *unused
+
+
+def _through_lse(
+    grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """dS = P · dlse: what the backward kernel computes for v = e₁, dout = dlse · e₁ and out = 0."""
+    first = torch.zeros_like(v)
+    first[..., 0] = 1.0
+    grad = torch.zeros_like(out)
+    grad[..., 0] = grad_lse.to(grad.dtype)
+    dq, dk, _ = torch.ops.stablemask.cpu_flash_backward(grad, q, k, first, torch.zeros_like(out), lse, *geometry)
+    return dq, dk
+
+
+def _sink_gradient(sink: Tensor, grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """dσ_i = exp(σ_i − lse'_i) · (dlse'_i − rowsum(dout ⊙ out')_i)."""
+    row = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    if grad is not None:
+        row = row - (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    mass = torch.exp(sink - lse).masked_fill(sink == -torch.inf, 0.0)
+    return (mass * row).sum_to_size(sink.shape)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    raise RuntimeError("double backward: the CPU flash kernel has no second derivative; use backend='reference'")
+
+
+def _register() -> None:
+    library = torch.library
+    library.define("stablemask::cpu_flash", f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_GEOMETRY}) -> (Tensor, Tensor)")
+    library.define(
+        "stablemask::cpu_flash_backward",
+        f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
+    )
+    library.impl("stablemask::cpu_flash", "cpu", _forward)
+    library.impl("stablemask::cpu_flash_backward", "cpu", _backward)
+    library.register_fake("stablemask::cpu_flash", _fake_forward)
+    library.register_fake("stablemask::cpu_flash_backward", _fake_backward)
+    library.register_autograd("stablemask::cpu_flash", _differentiate, setup_context=_setup)
+    library.register_autograd("stablemask::cpu_flash_backward", _refuse_double_backward, setup_context=lambda *_, **__: None)
+
+
+_register()
