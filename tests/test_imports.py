@@ -181,6 +181,8 @@ def test_public_names_are_pinned() -> None:
         "BackendUnavailable",
         "PseudoScores",
         "available_backends",
+        "cu_seqlens_from_documents",
+        "documents_from_cu_seqlens",
         "pseudo_logits",
         "sink_attention",
         "stable_attention",

@@ -1,0 +1,124 @@
+"""The README and the documentation do what they say: snippets run, names exist, commands are the ones CI runs."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import stablemask
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(python[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNS, COMPILES = "python", "python {.cuda}"
+
+
+def snippets(page: Path) -> list[tuple[str, str, int]]:
+    """(info string, code, line of the page on which the code begins) of every Python block."""
+    text = page.read_text(encoding="utf-8")
+    return [(m[1].strip(), m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)]
+
+
+def compiled(page: Path, code: str, line: int) -> object:
+    """The code with the page's own line numbers, so that a failure points into the page."""
+    return compile("\n" * (line - 1) + code, str(page), "exec")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name)
+def test_snippets_run_in_order(page: Path) -> None:
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for info, code, line in snippets(page):
+        program = compiled(page, code, line)
+        if info == RUNS:
+            exec(program, namespace)  # noqa: S102 - running the page's own code is the test
+        else:
+            assert info == COMPILES, f"{name(page)}:{line}: {info!r} is neither {RUNS!r} nor {COMPILES!r}"
+
+
+def test_a_wrong_snippet_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nassert 1 + 1 == 3\n```\n\n```python {.cuda}\nx = (\n```\n", encoding="utf-8")
+    (runs, wrong, line), (compiles, broken, _) = snippets(page)
+    assert (runs, line, compiles) == (RUNS, 4, COMPILES)
+    with pytest.raises(AssertionError):
+        exec(compiled(page, wrong, line))  # noqa: S102 - as above
+    with pytest.raises(SyntaxError):
+        compiled(page, broken, line)
+
+
+def test_every_python_block_is_found() -> None:
+    for page in PAGES:
+        opened = re.findall(r"^\s*```+ *\{? *\.?(?:python|py)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(opened) == len(snippets(page)), f"{name(page)}: a Python block is indented or fenced in another way"
+
+
+def tree_paths(readme: str) -> list[str]:
+    """The paths that the README's layout tree names: one an indented line, folders ending in a slash."""
+    tree = re.search(r"## Layout.*?```text\n(.*?)```", readme, re.DOTALL)
+    assert tree, "the README has a layout tree"
+    paths, folders = [], []
+    for line in tree[1].splitlines():
+        depth, entry = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders[depth:] = [entry]
+        paths.append("".join(folders))
+    return paths
+
+
+def test_layout_tree_names_what_exists() -> None:
+    paths = tree_paths((ROOT / "README.md").read_text(encoding="utf-8"))
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+    unnamed = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "src" / "stablemask").glob("*")
+        if path.suffix == ".py" and path.relative_to(ROOT).as_posix() not in paths
+    ]
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("public", stablemask.__all__)
+def test_public_names_are_documented(public: str) -> None:
+    assert f"::: stablemask.{public}\n" in (ROOT / "docs" / "api.md").read_text(encoding="utf-8") + "\n"
+    prose = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "api.md")
+    assert re.search(rf"\b{public}\b", prose)
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    readme, ci = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^make test\b", readme, re.MULTILINE)
+    steps = re.findall(r"^step (.*)$", ci, re.MULTILINE)
+    assert {"make test", "make check", "make compile-gate"} <= set(steps)
+    assert steps[-1] == "make test", "the last thing CI prints is the closing line of the tests"
+
+
+def test_make_targets_named_in_the_text_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    texts = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / ".ci" / "run"]
+    named = {m for page in texts for m in re.findall(r"(?:`|^|step )make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert named <= targets
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [stablemask.__version__]
+
+
+def test_the_tested_torch_is_the_admitted_one() -> None:
+    """CI tests one release of torch; pyproject admits its series and no other."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = re.search(r"^torch==(\d+)\.(\d+)\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned
+    major, minor = int(pinned[1]), int(pinned[2])
+    assert project["dependencies"] == [f"torch>={major}.{minor},<{major}.{minor + 1}"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
