@@ -1,12 +1,13 @@
-"""The README and the documentation do what they say: snippets run, names exist, commands are the ones CI runs."""
+"""The README and the documentation do what they say: snippets run, names exist, commands are real."""
 
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-import stablemask
 import torch
+
+import stablemask
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,6 +24,10 @@ def snippets(page: Path) -> list[tuple[str, str, int]]:
 def compiled(page: Path, code: str, line: int) -> object:
     """The code with the page's own line numbers, so that a failure points into the page."""
     return compile("\n" * (line - 1) + code, str(page), "exec")
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def name(page: Path) -> str:
@@ -43,7 +48,8 @@ def test_snippets_run_in_order(page: Path) -> None:
 
 def test_a_wrong_snippet_fails(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Page\n\n```python\nassert 1 + 1 == 3\n```\n\n```python {.cuda}\nx = (\n```\n", encoding="utf-8")
+    blocks = "```python\nassert 1 + 1 == 3\n```\n\n```python {.cuda}\nx = (\n```\n"
+    page.write_text("# Page\n\n" + blocks, encoding="utf-8")
     (runs, wrong, line), (compiles, broken, _) = snippets(page)
     assert (runs, line, compiles) == (RUNS, 4, COMPILES)
     with pytest.raises(AssertionError):
@@ -54,8 +60,8 @@ def test_a_wrong_snippet_fails(tmp_path: Path) -> None:
 
 def test_every_python_block_is_found() -> None:
     for page in PAGES:
-        opened = re.findall(r"^\s*```+ *\{? *\.?(?:python|py)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert len(opened) == len(snippets(page)), f"{name(page)}: a Python block is indented or fenced in another way"
+        opened = re.findall(r"^\s*```+ *\{? *\.?(?:python|py)\b", read(name(page)), re.MULTILINE)
+        assert len(opened) == len(snippets(page)), f"{name(page)}: a block is indented or oddly fenced"
 
 
 def tree_paths(readme: str) -> list[str]:
@@ -71,7 +77,7 @@ def tree_paths(readme: str) -> list[str]:
 
 
 def test_layout_tree_names_what_exists() -> None:
-    paths = tree_paths((ROOT / "README.md").read_text(encoding="utf-8"))
+    paths = tree_paths(read("README.md"))
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
     unnamed = [
@@ -84,35 +90,35 @@ def test_layout_tree_names_what_exists() -> None:
 
 @pytest.mark.parametrize("public", stablemask.__all__)
 def test_public_names_are_documented(public: str) -> None:
-    assert f"::: stablemask.{public}\n" in (ROOT / "docs" / "api.md").read_text(encoding="utf-8") + "\n"
-    prose = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "api.md")
+    assert f"::: stablemask.{public}\n" in read("docs/api.md")
+    prose = "".join(read(name(page)) for page in PAGES if page.name != "api.md")
     assert re.search(rf"\b{public}\b", prose)
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
-    readme, ci = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.search(r"^make test\b", readme, re.MULTILINE)
-    steps = re.findall(r"^step (.*)$", ci, re.MULTILINE)
+    assert re.search(r"^make test\b", read("README.md"), re.MULTILINE)
+    steps = re.findall(r"^step (.*)$", read(".ci/run"), re.MULTILINE)
     assert {"make test", "make check", "make compile-gate"} <= set(steps)
     assert steps[-1] == "make test", "the last thing CI prints is the closing line of the tests"
 
 
 def test_make_targets_named_in_the_text_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    texts = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / ".ci" / "run"]
-    named = {m for page in texts for m in re.findall(r"(?:`|^|step )make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)}
-    assert named <= targets
+    targets = set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
+    texts = [read(name(page)) for page in PAGES] + [read("CONTRIBUTING.md"), read(".ci/run")]
+    named = {
+        found for text in texts for found in re.findall(r"(?:`|^|^step )make ([a-z-]+)", text, re.MULTILINE)
+    }
+    assert {"demo", "test", "check"} <= named <= targets
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [stablemask.__version__]
+    assert re.findall(r"^version: (\S+)$", read("CITATION.cff"), re.MULTILINE) == [stablemask.__version__]
 
 
 def test_the_tested_torch_is_the_admitted_one() -> None:
     """CI tests one release of torch; pyproject admits its series and no other."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pinned = re.search(r"^torch==(\d+)\.(\d+)\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    pinned = re.search(r"^torch==(\d+)\.(\d+)\.\d+$", read("constraints.txt"), re.MULTILINE)
     assert pinned
     major, minor = int(pinned[1]), int(pinned[2])
     assert project["dependencies"] == [f"torch>={major}.{minor},<{major}.{minor + 1}"]
@@ -120,5 +126,5 @@ def test_the_tested_torch_is_the_admitted_one() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", read(name(page)))
     assert [target for target in targets if not (page.parent / target).exists()] == []
