@@ -3,11 +3,11 @@
 A PyTorch release that changes such an operator costs speed, never correctness: the back end is dropped with a warning.
 """
 
+import threading
 import warnings
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from stablemask import backends
 from stablemask.backends._call import Call
@@ -20,23 +20,28 @@ _failures: dict[tuple[str, str], str | None] = {}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def probe_failure(name: str, device_type: str) -> str | None:
-    """None if the back end agrees with the reference on this kind of device, else what went wrong."""
+def probe_failure(name: str, device: torch.device) -> str | None:
+    """None if the back end agrees with the reference on this kind of device, else what went wrong.
+
+    The trial runs in a thread of its own, where no autocast, inference, fake-tensor, tracing or transform mode of the caller holds.
+    """
     if name not in _PROBED:
         return None
-    key = (name, device_type)
+    key = (name, device.type)
     if key not in _failures:
-        _failures[key] = None  # the trial itself must not be probed again
-        _failures[key] = _try(name, device_type)
-        if _failures[key] is not None:
-            warnings.warn(f"stablemask: back end {name!r} is not used: {_failures[key]}", RuntimeWarning, stacklevel=2)
+        results: list[str | None] = []
+        trial = threading.Thread(target=lambda: results.append(_try(name, device)), name="stablemask-probe")
+        trial.start()
+        trial.join()
+        _failures[key] = results[0]
+        if results[0] is not None:
+            warnings.warn(f"stablemask: back end {name!r} is not used: {results[0]}", RuntimeWarning, stacklevel=2)
     return _failures[key]
 
 
-def _try(name: str, device_type: str) -> str | None:
+def _try(name: str, device: torch.device) -> str | None:
     try:
-        with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes(), torch.autocast(device_type, enabled=False):
-            expected, got = (_trial(n, device_type) for n in ("reference", name))
+        expected, got = (_trial(n, device) for n in ("reference", name))
     except Exception as error:  # noqa: BLE001 - whatever a changed private operator raises means: do not use it
         return f"its trial run raised {type(error).__name__}: {error}"
     for what, e, g in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
@@ -46,10 +51,10 @@ def _try(name: str, device_type: str) -> str | None:
     return None
 
 
-def _trial(name: str, device_type: str) -> list[Tensor]:
+def _trial(name: str, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 37, 16), (1, 2, 37, 16), (1, 2, 37, 16), (1, 4, 37, 16))
-    q, k, v, grad = (torch.randn(s, generator=generator).to(device_type) for s in shapes)
+    q, k, v, grad = (torch.randn(s, generator=generator).to(device) for s in shapes)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     call = Call(
         q=q,
@@ -60,7 +65,7 @@ def _trial(name: str, device_type: str) -> list[Tensor]:
         causal=True,
         scale=0.25,
         window=23,
-        slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device_type),
+        slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device),
         bias=None,
         query_positions=None,
         key_positions=None,

@@ -326,7 +326,7 @@ def _choose(call: Call) -> str:
 
 def _why_not(name: str, call: Call) -> str | None:
     reason: str | None = backends.module(name).why_not(call)
-    return probe_failure(name, call.q.device.type) if reason is None else reason
+    return probe_failure(name, call.q.device) if reason is None else reason
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -215,7 +215,7 @@ def _check_horizon(horizon: object) -> None:
 def _check_base(base: object) -> float:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise TypeError(f"base: got {base!r}; allowed is any finite number, or -inf")
-    if math.isnan(base) or base == math.inf:
+    if not base < math.inf:
         raise ValueError(f"base: got {base!r}; allowed is any finite number, or -inf")
     return float(base)
 
@@ -239,10 +239,11 @@ def _compute_device_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def in_function_transform() -> bool:
+    """True inside ``torch.func`` transforms (vmap, grad, jvp …), which see through PyTorch's own operators only."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _tracing() -> bool:
     """True where a tensor made now must not outlive the call: under compile, export, fake tensors or a function transform."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or _in_functorch()
-
-
-def _in_functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or in_function_transform()

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from stablemask.backends._call import Call, additive_bias, finite_keys_values, kept_keys, visible
+from stablemask.backends._call import Call, accumulate_dtype, additive_bias, finite_keys_values, kept_keys, visible
 from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
 
 _aten = torch.ops.aten
@@ -45,9 +45,9 @@ class Plan(NamedTuple):
 
 def forward(call: Call) -> tuple[Output, RowLogits]:
     """Plain attention of the call, without its sink: out, and lse = −∞ with out = 0 where a row sees no key."""
-    batch, heads, num_queries, width = call.q.shape
-    out = call.q.new_zeros(batch, num_queries, heads, width).transpose(1, 2)
-    lse = call.q.new_full((batch, num_queries, heads), -torch.inf, dtype=call.accumulate_dtype).transpose(1, 2)
+    out, lse = empty_results(call.q)
+    out.zero_()
+    lse.fill_(-torch.inf)
     if call.q.numel() == 0 or call.k.numel() == 0:
         return out, lse
     plan = make_plan(call)
@@ -77,15 +77,14 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
     """Exact dq, dk, dv from out' and lse' of the attention with its sink."""
     q, k, v = call.q, call.k, call.v
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return empty_gradient(q).zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     plan = make_plan(call)
     q, k, v = _inputs(call, plan)
     grad = _unit_stride(grad)
     if plan.reversed:
         grad, out, lse = grad.flip(2), out.flip(2), lse.flip(2)
-    dq = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
-    dk = k.new_zeros(k.shape[0], k.shape[2], k.shape[1], k.shape[3], dtype=call.accumulate_dtype).transpose(1, 2)
-    dv = torch.zeros_like(dk)
+    dq = empty_gradient(q).zero_()
+    dk, dv = (empty_gradient(t, call.accumulate_dtype).zero_() for t in (k, v))
     for tile in plan.tiles:
         tile_lse = lse[tile.batch, :, tile.rows]
         dq_tile, dk_tile, dv_tile = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -106,6 +105,19 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
         dk[tile.batch, :, tile.keys].add_(dk_tile)
         dv[tile.batch, :, tile.keys].add_(dv_tile)
     return dq.flip(2) if plan.reversed else dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def empty_results(q: Queries) -> tuple[Output, RowLogits]:
+    """Room for out and lse in the layouts in which the kernel returns them."""
+    batch, heads, num_queries, _ = q.shape
+    lse = q.new_empty((batch, num_queries, heads), dtype=accumulate_dtype(q.dtype)).transpose(1, 2)
+    return torch.empty_like(_unit_stride(q)), lse
+
+
+def empty_gradient(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for a gradient in the layout in which the kernel returns it: [B, T, heads, D] in memory."""
+    batch, heads, length, width = t.shape
+    return t.new_empty((batch, length, heads, width), dtype=dtype or t.dtype).transpose(1, 2)
 
 
 def make_plan(call: Call) -> Plan:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stablemask.backends import _cpu_tiles as tiles
 from stablemask.backends._call import Call
+from stablemask.pseudo import in_function_transform
 from stablemask.shapes import Output, RowLogits
 
 _GEOMETRY = (
@@ -30,6 +31,8 @@ def why_not(call: Call) -> str | None:
         return f"it runs on CPU tensors, got {call.q.device.type}"
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"):
         return f"PyTorch {torch.__version__} has no CPU flash operator"
+    if in_function_transform():
+        return "torch.func transforms see through PyTorch's own operators only"
     if call.softcap is not None:
         return "the CPU flash kernel cannot cap scores (softcap)"
     if call.dropout:
@@ -94,20 +97,14 @@ def _backward(
     return tiles.backward(_call(q, k, v, geometry), grad, out, lse)
 
 
-def _like(t: Tensor) -> Tensor:
-    """The layout of everything the kernel returns: [B, T, H, D] in memory, seen as [B, H, T, D]."""
-    return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like(q), _like(q[..., 0]).to(dtype)
+    return tiles.empty_results(q)
 
 
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *geometry: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return tiles.empty_gradient(q), tiles.empty_gradient(k), tiles.empty_gradient(v)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
