@@ -3,11 +3,13 @@
 import re
 import tomllib
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import torch
 
 import stablemask
+from stablemask import shapes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,6 +95,12 @@ def test_public_names_are_documented(public: str) -> None:
     assert f"::: stablemask.{public}\n" in read("docs/api.md")
     prose = "".join(read(name(page)) for page in PAGES if page.name != "api.md")
     assert re.search(rf"\b{public}\b", prose)
+
+
+def test_the_shapes_in_the_documentation_are_those_of_the_code() -> None:
+    named = {n: get_args(t)[1] for n, t in vars(shapes).items() if get_origin(t) is Annotated}
+    assert named
+    assert dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|$", read("docs/api.md"), re.MULTILINE)) == named
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:

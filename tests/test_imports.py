@@ -17,19 +17,20 @@ SOURCE = Path(__file__).parents[1] / "src"
 # What each part of the package may import of it, besides itself. "" is `stablemask` with its public names.
 OPERATION = {"", "shapes", "pseudo", "backends", "attention"}
 MODELS = OPERATION | {"model", "hf"}
-EXPERIMENTS = MODELS | {"data", "training", "evaluation", "analysis"}
+EXPERIMENTS = MODELS | {"data", "measuring", "training", "evaluation", "analysis"}
 MAY_IMPORT: dict[str, set[str]] = {
     "shapes": set(),
     "pseudo": {"shapes"},
     "backends": {"shapes", "pseudo"},
     "attention": {"shapes", "pseudo", "backends"},
     "": {"shapes", "pseudo", "backends", "attention"},
+    "measuring": set(),
     "testing": OPERATION,
     "data": set(),
     "model": OPERATION,
     "hf": OPERATION | {"model"},
     "training": MODELS | {"data"},
-    "evaluation": MODELS | {"data"},
+    "evaluation": MODELS | {"data", "measuring"},
     "analysis": MODELS,
     "reproduce": EXPERIMENTS,
     "cli": EXPERIMENTS | {"reproduce"},
