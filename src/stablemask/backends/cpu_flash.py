@@ -35,6 +35,8 @@ def why_not(call: Call) -> str | None:
         return "torch.func transforms see through PyTorch's own operators only"
     if call.softcap is not None:
         return "the CPU flash kernel cannot cap scores (softcap)"
+    if call.scale <= 0.0:
+        return f"the CPU flash kernel multiplies its causal mask by the scale: it must be positive, got {call.scale}"
     if call.dropout:
         return "the CPU flash kernel has no dropout"
     if call.v.shape[-1] != call.q.shape[-1]:
