@@ -88,9 +88,35 @@ def paper_gammas(scores: PseudoScores, heads: int) -> Tensor:
     return torch.tensor([scores.gamma**e for e in exponents(heads)], dtype=torch.float64)
 
 
-def backends_for(example: Example, return_lse: bool = True) -> list[str]:
-    """Back ends that claim the example, gradients of everything included."""
-    leaves = {name: t.detach().requires_grad_() for name, t in example.tensors().items()}
+def claims(example: Example, wrt: Sequence[str] = ()) -> dict[str, str | None]:
+    """What ``available_backends`` says about an example whose tensors in ``wrt`` require gradients."""
+    leaves = {name: example.tensors()[name].detach().requires_grad_() for name in wrt}
     e = example.replace(leaves)
-    reasons = available_backends(e.q, e.k, e.v, e.sink, **e.options, return_lse=return_lse)
-    return [name for name, reason in reasons.items() if reason is None]
+    return available_backends(e.q, e.k, e.v, e.sink, **e.options, return_lse=e.return_lse)
+
+
+def promised_on_cpu(example: Example, wrt: Sequence[str] = ()) -> set[str]:
+    """The back ends that have to serve an example on CPU, gradients of ``wrt`` included."""
+    options, promised = example.options, {"reference"}
+    if "softcap" not in options:
+        if not example.return_lse:
+            promised.add("portable")
+        equal_widths = example.v.shape[3] == example.q.shape[3]
+        if equal_widths and options.get("scale", 1.0) > 0 and not {"bias", "alibi_slopes"} & set(wrt):
+            promised.add("cpu_flash")
+    if not wrt and example.q.numel() and example.k.numel():
+        promised.add("flex")
+    return promised
+
+
+def check_every_backend(example: Example, wrt: Sequence[str] = ()) -> None:
+    """Every back end but Triton, which has its own tests, serves what it promises, within the budget."""
+    claimed = {name for name, reason in claims(example, wrt).items() if reason is None} - {"triton"}
+    promised = promised_on_cpu(example, wrt)
+    assert promised <= claimed, f"{promised - claimed} refuse: {claims(example, wrt)}"
+    truth = Truth(example, wrt)
+    for name in sorted(claimed):
+        try:
+            truth.check_backend(name)
+        except AssertionError as error:
+            raise AssertionError(f"back end {name}\n{error}") from error
