@@ -1,9 +1,9 @@
-"""The measuring rule: ratios of interleaved timings, with an interval and the noise of the machine beside them.
+"""The measuring rule: ratios of interleaved timings, with an interval and the noise of the machine beside.
 
 A round times baseline and candidate in the order A B B A, so that a machine that slows down steadily favours
-neither. The figure is the median of the rounds' ratios with a bootstrap 95 % interval. The A/A line beside it is the
-baseline against itself: of two rounds in a row the last and first A over the first and last A. A bar is met when the
-median is under it and the interval is narrow; a wide one is reported as not measured.
+neither. The figure is the median of the rounds' ratios with a bootstrap 95 % interval. The A/A line beside it
+is the baseline against itself: of two rounds in a row, the inner two A over the outer two. A bar is met when
+the median is not above it and the interval is narrow; a wide one is reported as not measured.
 """
 
 import gc
@@ -58,7 +58,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate against a baseline, the baseline against itself, and the median seconds of one call of each."""
+    """Candidate against baseline, baseline against itself, and the median seconds of one call of each."""
 
     ratio: Ratio
     noise: Ratio
@@ -94,7 +94,7 @@ def compare(
     *,
     clock: Clock = time.process_time,
     rule: Rule = Rule(),
-    on_round: Callable[[int], object] = lambda done: None,
+    on_round: Callable[[int], object] | None = None,
 ) -> Comparison:
     """Time both in rounds A B B A until the interval is narrow or the rule says it is enough.
 
@@ -116,13 +116,13 @@ def compare(
             first = _time(baseline, repeats_a, clock)
             inner.append((_time(candidate, repeats_b, clock), _time(candidate, repeats_b, clock)))
             outer.append((first, _time(baseline, repeats_a, clock)))
-            on_round(len(outer))
+            if on_round is not None:
+                on_round(len(outer))
             if len(outer) >= rule.min_rounds:
                 ratio = median_ratio([sum(b) / sum(a) for a, b in zip(outer, inner, strict=True)])
     pairs = zip(outer[::2], outer[1::2], strict=False)
     noise = median_ratio([(last + first) / (begun + ended) for (begun, last), (first, ended) in pairs])
-    seconds_a, seconds_b = (statistics.median(t for round_ in times for t in round_) for times in (outer, inner))
-    return Comparison(ratio, noise, seconds_a, seconds_b)
+    return Comparison(ratio, noise, _median_of_all(outer), _median_of_all(inner))
 
 
 def median_ratio(values: Sequence[float]) -> Ratio:
@@ -136,7 +136,7 @@ def median_ratio(values: Sequence[float]) -> Ratio:
 
 
 def matmul_rate(dtype: torch.dtype, *, device: str, clock: Clock, size: int = 2048) -> float:
-    """Floating-point operations per second of a square matrix product: median of five, one before to warm up."""
+    """Floating-point operations per second of a square matrix product: median of five calls."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     _time(lambda: a @ b, 1, clock)
     return 2 * size**3 / statistics.median(_time(lambda: a @ b, 1, clock) for _ in range(5))
@@ -145,8 +145,8 @@ def matmul_rate(dtype: torch.dtype, *, device: str, clock: Clock, size: int = 20
 def attention_flops(pairs: int, heads: int, width: int, *, backward: bool) -> int:
     """Useful operations of attention over ``pairs`` visible query-key pairs in each head.
 
-    Two products forward (QKᵀ, PV) and five backward (QKᵀ again, dP, dV, dQ, dK), one multiplication and one addition
-    an element. The softmax and masked pairs do not count.
+    Two products forward (QKᵀ, PV) and five backward (QKᵀ again, dP, dV, dQ, dK), one multiplication and one
+    addition an element. The softmax and masked pairs do not count.
     """
     return 2 * (7 if backward else 2) * pairs * heads * width
 
@@ -189,6 +189,10 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _median_of_all(pairs: Sequence[tuple[float, float]]) -> float:
+    return statistics.median(seconds for pair in pairs for seconds in pair)
 
 
 def _goes_on(done: int, ratio: Ratio, seconds: float, rule: Rule) -> bool:

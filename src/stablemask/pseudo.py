@@ -83,6 +83,10 @@ class PseudoScores:
 
     def gammas(self, num_heads: int) -> Annotated[Tensor, "H"]:
         """γ of every head, in float64."""
+        return torch.tensor(self.gamma_values(num_heads), dtype=torch.float64)
+
+    def gamma_values(self, num_heads: int) -> list[float]:
+        """γ of every head, as numbers: for kernels that compute σ themselves."""
         if num_heads < 1:
             raise ValueError(f"num_heads: got {num_heads}; allowed are integers ≥ 1")
         if isinstance(self.gamma, tuple):
@@ -93,7 +97,7 @@ class PseudoScores:
             values = [_power(self.gamma, e) for e in _alibi_exponents(num_heads)]
         else:
             values = [float(self.gamma)] * num_heads  # type: ignore[arg-type]
-        return torch.tensor(values, dtype=torch.float64)
+        return values
 
     def row_logits(
         self,
@@ -116,7 +120,7 @@ class PseudoScores:
         """
         stop_rounded = 1 << max(stop - 1, 63).bit_length()
         positions = torch.arange(start, stop, device=device)
-        if _tracing() or num_heads * stop_rounded > _MAX_TABLE_ELEMENTS:
+        if tracing() or num_heads * stop_rounded > _MAX_TABLE_ELEMENTS:
             return self.row_logits(positions, num_heads, dtype)
         key = (self, num_heads, device, dtype)
         table = _tables.get(key)
@@ -244,6 +248,6 @@ def in_function_transform() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _tracing() -> bool:
+def tracing() -> bool:
     """True where a tensor made now must not outlive the call: under compile, export, fake tensors or a function transform."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or in_function_transform()

@@ -36,71 +36,82 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles in the order in which they run; ``whole`` where one unmasked tile is the entire call."""
+    """Tiles in the order in which they run; or ``whole``: no tiles, the kernel takes the entire call.
 
-    tiles: Iterator[Tile]
+    A whole call may carry ALiBi as slope · key index. Its scores exceed the true ones by ``row_shift``, slope · query index.
+    """
+
+    tiles: Iterator[Tile] = iter(())
     reversed: bool = False
     whole: bool = False
+    causal: bool = False
+    key_bias: Annotated[Tensor, "1 H 1 Tk"] | None = None
+    row_shift: Annotated[Tensor, "H Tq"] | None = None
 
 
 def forward(call: Call) -> tuple[Output, RowLogits]:
     """Plain attention of the call, without its sink: out, and lse = −∞ with out = 0 where a row sees no key."""
-    out, lse = empty_results(call.q)
-    out.zero_()
-    lse.fill_(-torch.inf)
     if call.q.numel() == 0 or call.k.numel() == 0:
-        return out, lse
+        return _empty_rows(call.q)
     plan = make_plan(call)
     q, k, v = _inputs(call, plan)
-    for tile in plan.tiles:
-        o, l = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q[tile.batch, :, tile.rows],
-            k[tile.batch, :, tile.keys],
-            v[tile.batch, :, tile.keys],
-            0.0,
-            tile.causal,
-            attn_mask=tile.mask,
-            scale=call.scale,
+    if plan.whole:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
         )
-        if plan.whole:
-            out, lse = o, l
-            break
-        out[tile.batch, :, tile.rows] = o
-        lse[tile.batch, :, tile.rows] = l if tile.alive is None else l.where(tile.alive, -torch.inf)
+        if plan.row_shift is not None:
+            lse.sub_(plan.row_shift)
+    else:
+        out, lse = _empty_rows(call.q)
+        for tile in plan.tiles:
+            out_tile, lse_tile = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q[tile.batch, :, tile.rows],
+                k[tile.batch, :, tile.keys],
+                v[tile.batch, :, tile.keys],
+                0.0,
+                tile.causal,
+                attn_mask=tile.mask,
+                scale=call.scale,
+            )
+            out[tile.batch, :, tile.rows] = out_tile
+            lse[tile.batch, :, tile.rows] = lse_tile if tile.alive is None else lse_tile.where(tile.alive, -torch.inf)
     if plan.reversed:
         out, lse = out.flip(2), lse.flip(2)
-    _restore_nans(q, k, out, lse)
+    _restore_nans(call.q, k, out, lse)
     return out, lse
 
 
 def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Queries, Keys, Values]:
     """Exact dq, dk, dv from out' and lse' of the attention with its sink."""
-    q, k, v = call.q, call.k, call.v
-    if q.numel() == 0 or k.numel() == 0:
-        return empty_gradient(q).zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return empty_gradient(call.q).zero_(), empty_gradient(call.k).zero_(), empty_gradient(call.v).zero_()
     plan = make_plan(call)
     q, k, v = _inputs(call, plan)
     grad = _unit_stride(grad)
+    if plan.whole:
+        lse = lse if plan.row_shift is None else lse + plan.row_shift
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
+        )
+        return dq, dk, dv
     if plan.reversed:
         grad, out, lse = grad.flip(2), out.flip(2), lse.flip(2)
     dq = empty_gradient(q).zero_()
     dk, dv = (empty_gradient(t, call.accumulate_dtype).zero_() for t in (k, v))
     for tile in plan.tiles:
-        tile_lse = lse[tile.batch, :, tile.rows]
+        lse_tile = lse[tile.batch, :, tile.rows]
         dq_tile, dk_tile, dv_tile = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad[tile.batch, :, tile.rows],
             q[tile.batch, :, tile.rows],
             k[tile.batch, :, tile.keys],
             v[tile.batch, :, tile.keys],
             out[tile.batch, :, tile.rows],
-            tile_lse if tile.alive is None else tile_lse.where(tile.alive, torch.inf),
+            lse_tile if tile.alive is None else lse_tile.where(tile.alive, torch.inf),
             0.0,
             tile.causal,
             attn_mask=tile.mask,
             scale=call.scale,
         )
-        if plan.whole:
-            return dq_tile, dk_tile, dv_tile
         dq[tile.batch, :, tile.rows] = dq_tile
         dk[tile.batch, :, tile.keys].add_(dk_tile)
         dv[tile.batch, :, tile.keys].add_(dv_tile)
@@ -114,6 +125,11 @@ def empty_results(q: Queries) -> tuple[Output, RowLogits]:
     return torch.empty_like(_unit_stride(q)), lse
 
 
+def _empty_rows(q: Queries) -> tuple[Output, RowLogits]:
+    out, lse = empty_results(q)
+    return out.zero_(), lse.fill_(-torch.inf)
+
+
 def empty_gradient(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a gradient in the layout in which the kernel returns it: [B, T, heads, D] in memory."""
     batch, heads, length, width = t.shape
@@ -122,6 +138,7 @@ def empty_gradient(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def make_plan(call: Call) -> Plan:
     """The cheapest way to cut the call. Reads the values of ``key_mask`` and ``documents``."""
+    num_queries, num_keys = call.q.shape[2], call.k.shape[2]
     if call.key_positions is not None or call.bias is not None:
         return Plan(_dense_bands(call))
     if not call.causal and (call.key_mask is not None or call.slopes is not None):
@@ -129,14 +146,27 @@ def make_plan(call: Call) -> Plan:
     segments = _segments(call)
     if segments is None:
         return Plan(_dense_bands(call))
-    num_queries, num_keys = call.q.shape[2], call.k.shape[2]
+    single = num_queries == 1
     longest = max((stop - start for row in segments for start, stop in row), default=0)
-    windowed = call.window is not None and call.window < longest
-    unmasked = not windowed and call.slopes is None
-    if call.causal and not (unmasked and num_queries == num_keys) and num_queries > 1:
+    seen_back = call.window is None or call.window >= longest
+    unmasked = call.slopes is None and seen_back
+    undivided = segments == [[(0, num_keys)]]
+    if unmasked and undivided and (single or not call.causal or num_queries == num_keys):
+        return Plan(whole=True, causal=call.causal and not single)
+    if seen_back and undivided and not single and num_queries == num_keys and _key_bias_is_exact_enough(call):
+        key_bias = call.slopes[:, None] * torch.arange(num_keys, device=call.q.device)
+        return Plan(whole=True, causal=True, key_bias=key_bias[None, :, None, :], row_shift=key_bias)
+    if call.causal and not single and not (unmasked and num_queries == num_keys):
         return Plan(_bands(call, segments), reversed=True)
-    whole = unmasked and segments == [[(0, num_keys)]]
-    return Plan(_rectangles(call, segments), whole=whole)
+    return Plan(_rectangles(call, segments))
+
+
+def _key_bias_is_exact_enough(call: Call) -> bool:
+    """slope · key index loses slope · Tk · 2⁻²⁴ of a score: nothing to half precision, too much to float32."""
+    if call.slopes is None or call.q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    largest = float(call.slopes.abs().max()) * call.k.shape[2]
+    return largest * 2.0**-24 <= torch.finfo(call.q.dtype).eps / 4
 
 
 def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
@@ -255,10 +285,9 @@ def _unit_stride(t: Tensor) -> Tensor:
 
 def _restore_nans(q: Queries, k: Keys, out: Output, lse: RowLogits) -> None:
     """Write NaN into rows whose every score was NaN: the kernel reports them as out = 0, lse = 0."""
-    suspect = lse == 0
-    if not bool(suspect.any()):
+    if bool(lse.all()):
         return
-    suspect &= (out == 0).all(-1)
+    suspect = (lse == 0) & (out == 0).all(-1)
     broken_key = ~k.isfinite().all(-1).all(-1)  # (B, G)
     broken = ~q.isfinite().all(-1) | broken_key.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
     suspect &= broken
