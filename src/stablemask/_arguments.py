@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stablemask.backends._call import Call, accumulate_dtype
-from stablemask.pseudo import PseudoScores
+from stablemask.pseudo import INTEGERS, PseudoScores
 from stablemask.shapes import DocumentIds, HeadSlopes, KeyMask, KeyPositions, Keys, Queries, QueryPositions, ScoreBias, Values
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,8 +54,8 @@ def build_call(
         window=args.window,
         slopes=None if args.alibi_slopes is None else args.alibi_slopes.to(dtype),
         bias=None if args.bias is None else (args.bias if args.bias.ndim == 4 else args.bias.unsqueeze(0)),
-        query_positions=args.positions if position_form else None,
-        key_positions=args.key_positions,
+        query_positions=args.positions.to(torch.int64) if args.positions is not None and position_form else None,
+        key_positions=None if args.key_positions is None else args.key_positions.to(torch.int64),
         key_mask=args.key_mask,
         documents=documents,
         softcap=None if args.softcap is None else float(args.softcap),
@@ -214,7 +214,7 @@ def _check_ints(name: str, t: Tensor | None, q: Tensor, shape: tuple[int, int], 
     if t is None:
         return
     _check_tensor(name, t, q)
-    if t.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) or t.shape != shape:
+    if t.dtype not in INTEGERS or t.shape != shape:
         _reject(name, _describe(t), f"integers of shape {legend} = {shape}")
 
 

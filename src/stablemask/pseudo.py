@@ -32,6 +32,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _SERIES_BELOW = 0.05
 _MAX_TABLES = 16
 _MAX_TABLE_ELEMENTS = 1 << 22
@@ -162,7 +163,7 @@ def pseudo_logits(
     _check_logit_arguments(gammas, positions, horizon, base)
     compute = _compute_device_dtype(gammas.device)
     g = gammas.to(compute)[:, None]
-    i = positions.unsqueeze(-2) + 1
+    i = positions.to(torch.int64).unsqueeze(-2) + 1
     decay = i.to(compute) * g
     if horizon is None:
         tail = -(_log_mean_decay(g) + torch.log(torch.where(g > 0, g, 1.0)))
@@ -228,7 +229,7 @@ def _check_logit_arguments(gammas: Tensor, positions: Tensor, horizon: object, b
     if not isinstance(gammas, Tensor) or gammas.ndim != 1 or not gammas.is_floating_point():
         got = f"{gammas.dtype} of shape {tuple(gammas.shape)}" if isinstance(gammas, Tensor) else repr(gammas)
         raise ValueError(f"gammas: got {got}; allowed is a floating-point tensor of shape (H,)")
-    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2) or positions.is_floating_point():
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2) or positions.dtype not in INTEGERS:
         got = f"{positions.dtype} of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
         raise ValueError(f"positions: got {got}; allowed is an integer tensor of shape (T,) or (B, T)")
     _check_horizon(horizon)
