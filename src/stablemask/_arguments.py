@@ -11,7 +11,17 @@ from torch import Tensor
 
 from stablemask.backends._call import Call, accumulate_dtype
 from stablemask.pseudo import INTEGERS, PseudoScores
-from stablemask.shapes import DocumentIds, HeadSlopes, KeyMask, KeyPositions, Keys, Queries, QueryPositions, ScoreBias, Values
+from stablemask.shapes import (
+    DocumentIds,
+    HeadSlopes,
+    KeyMask,
+    KeyPositions,
+    Keys,
+    Queries,
+    QueryPositions,
+    ScoreBias,
+    Values,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -54,7 +64,9 @@ def build_call(
         window=args.window,
         slopes=None if args.alibi_slopes is None else args.alibi_slopes.to(dtype),
         bias=None if args.bias is None else (args.bias if args.bias.ndim == 4 else args.bias.unsqueeze(0)),
-        query_positions=args.positions.to(torch.int64) if args.positions is not None and position_form else None,
+        query_positions=args.positions.to(torch.int64)
+        if args.positions is not None and position_form
+        else None,
         key_positions=None if args.key_positions is None else args.key_positions.to(torch.int64),
         key_mask=args.key_mask,
         documents=documents,
@@ -85,7 +97,11 @@ def _run_numbers(document_ids: DocumentIds) -> DocumentIds:
 
 
 def _resolve_sink(
-    q: Tensor, k: Tensor, sink: PseudoScores | Tensor | float | None, args: Arguments, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    sink: PseudoScores | Tensor | float | None,
+    args: Arguments,
+    documents: Tensor | None,
 ) -> tuple[Tensor | None, PseudoScores | None]:
     batch, heads, num_queries, _ = q.shape
     if isinstance(sink, PseudoScores):
@@ -97,7 +113,11 @@ def _resolve_sink(
             return None, sink
         return sink.row_logits(rows, heads, q.dtype), None
     if args.positions is not None and args.key_positions is None:
-        _reject("positions", "positions without key_positions", "only with key_positions: here σ is the sink argument")
+        _reject(
+            "positions",
+            "positions without key_positions",
+            "only with key_positions: here σ is the sink argument",
+        )
     if sink is None:
         return None, None
     if isinstance(sink, bool) or not isinstance(sink, Tensor | float | int):
@@ -111,7 +131,11 @@ def _resolve_sink(
     logits = sink.reshape(shape).to(accumulate_dtype(q.dtype))
     for size, full in zip(logits.shape, (batch, heads, num_queries), strict=True):
         if size not in (1, full):
-            _reject("sink", _describe(sink), f"sizes 1 or (B, H, Tq) = {(batch, heads, num_queries)}, aligned by rank")
+            _reject(
+                "sink",
+                _describe(sink),
+                f"sizes 1 or (B, H, Tq) = {(batch, heads, num_queries)}, aligned by rank",
+            )
     return logits, None
 
 
@@ -146,7 +170,9 @@ def _autocast(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
         return qkv
     if any(t.dtype == torch.float64 for t in qkv):
         if len({t.dtype for t in qkv}) > 1:
-            _reject("q, k, v", ", ".join(str(t.dtype) for t in qkv), "one dtype; autocast leaves float64 alone")
+            _reject(
+                "q, k, v", ", ".join(str(t.dtype) for t in qkv), "one dtype; autocast leaves float64 alone"
+            )
         return qkv
     dtype = torch.get_autocast_dtype(device)
     q, k, v = qkv
@@ -160,7 +186,9 @@ def _check_flags(causal: object, args: Arguments) -> None:
     if args.window is not None and (not _is_int(args.window) or args.window < 1):
         _reject("window", repr(args.window), "integers ≥ 1, or None")
     if args.window is not None and not causal:
-        _reject("window", repr(args.window), "None without causal attention: a window counts back from the query")
+        _reject(
+            "window", repr(args.window), "None without causal attention: a window counts back from the query"
+        )
     if args.scale is not None and not _is_finite_number(args.scale):
         _reject("scale", repr(args.scale), "finite numbers, or None for 1/sqrt(D)")
     if args.softcap is not None and not (_is_finite_number(args.softcap) and args.softcap > 0):
@@ -172,24 +200,38 @@ def _check_flags(causal: object, args: Arguments) -> None:
 def _check_masks(q: Tensor, k: Tensor, causal: bool, args: Arguments) -> None:
     batch, heads, num_queries, num_keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     if causal and num_queries > num_keys and args.key_positions is None:
-        _reject("q", f"{num_queries} queries for {num_keys} keys", "at most as many queries as keys in causal attention")
+        _reject(
+            "q",
+            f"{num_queries} queries for {num_keys} keys",
+            "at most as many queries as keys in causal attention",
+        )
     _check_ints("positions", args.positions, q, (batch, num_queries), "(B, Tq)")
     _check_ints("key_positions", args.key_positions, q, (batch, num_keys), "(B, Tk)")
     _check_ints("document_ids", args.document_ids, q, (batch, num_keys), "(B, Tk)")
     if args.key_positions is not None and args.positions is None:
         _reject("positions", "None", "the position of every query, required with key_positions")
     if args.document_ids is not None and args.key_positions is not None:
-        _reject("document_ids", "document_ids together with key_positions", "either: a cache has no document of its query")
+        _reject(
+            "document_ids",
+            "document_ids together with key_positions",
+            "either: a cache has no document of its query",
+        )
     if args.document_ids is not None and num_queries > num_keys:
-        _reject("document_ids", f"{num_queries} queries for {num_keys} keys", "at most as many queries as keys")
+        _reject(
+            "document_ids", f"{num_queries} queries for {num_keys} keys", "at most as many queries as keys"
+        )
     if args.key_mask is not None:
         _check_tensor("key_mask", args.key_mask, q)
         if args.key_mask.dtype != torch.bool or args.key_mask.shape != (batch, num_keys):
-            _reject("key_mask", _describe(args.key_mask), f"torch.bool of shape (B, Tk) = {(batch, num_keys)}")
+            _reject(
+                "key_mask", _describe(args.key_mask), f"torch.bool of shape (B, Tk) = {(batch, num_keys)}"
+            )
     if args.alibi_slopes is not None:
         _check_tensor("alibi_slopes", args.alibi_slopes, q)
         if not args.alibi_slopes.is_floating_point() or args.alibi_slopes.shape != (heads,):
-            _reject("alibi_slopes", _describe(args.alibi_slopes), f"floating point of shape (H,) = {(heads,)}")
+            _reject(
+                "alibi_slopes", _describe(args.alibi_slopes), f"floating point of shape (H,) = {(heads,)}"
+            )
     if args.bias is not None:
         _check_bias(args.bias, q, num_keys)
 

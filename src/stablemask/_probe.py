@@ -35,7 +35,9 @@ def probe_failure(name: str, device: torch.device) -> str | None:
         trial.join()
         _failures[key] = results[0]
         if results[0] is not None:
-            warnings.warn(f"stablemask: back end {name!r} is not used: {results[0]}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"stablemask: back end {name!r} is not used: {results[0]}", RuntimeWarning, stacklevel=2
+            )
     return _failures[key]
 
 
@@ -47,7 +49,9 @@ def _try(name: str, device: torch.device) -> str | None:
     for what, e, g in zip(("out", "lse", "dq", "dk", "dv"), expected, got, strict=True):
         relative = float((g - e).norm() / e.norm())
         if not relative <= _TOLERANCE:
-            return f"in its trial run {what} was off by {relative:.1e} of its norm (PyTorch {torch.__version__})"
+            return (
+                f"in its trial run {what} was off by {relative:.1e} of its norm (PyTorch {torch.__version__})"
+            )
     return None
 
 

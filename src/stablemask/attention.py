@@ -136,7 +136,17 @@ def sink_attention(
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     args = Arguments(
-        positions, key_positions, window, alibi_slopes, bias, key_mask, document_ids, scale, softcap, dropout, return_lse
+        positions,
+        key_positions,
+        window,
+        alibi_slopes,
+        bias,
+        key_mask,
+        document_ids,
+        scale,
+        softcap,
+        dropout,
+        return_lse,
     )
     return _attend(build_call(q, k, v, _not_scores(sink), causal, args), backend)
 
@@ -238,7 +248,17 @@ def stable_attention(
     if not isinstance(scores, PseudoScores):
         raise TypeError(f"scores: got {type(scores).__name__}; allowed is a PseudoScores")
     args = Arguments(
-        positions, key_positions, window, alibi_slopes, bias, key_mask, document_ids, scale, softcap, dropout, return_lse
+        positions,
+        key_positions,
+        window,
+        alibi_slopes,
+        bias,
+        key_mask,
+        document_ids,
+        scale,
+        softcap,
+        dropout,
+        return_lse,
     )
     return _attend(build_call(q, k, v, scores, True, args), backend)
 
@@ -272,7 +292,17 @@ def available_backends(
         True
     """
     args = Arguments(
-        positions, key_positions, window, alibi_slopes, bias, key_mask, document_ids, scale, softcap, dropout, return_lse
+        positions,
+        key_positions,
+        window,
+        alibi_slopes,
+        bias,
+        key_mask,
+        document_ids,
+        scale,
+        softcap,
+        dropout,
+        return_lse,
     )
     call = build_call(q, k, v, sink, causal, args)
     return {name: _why_not(name, call) for name in backends.preference(call.q.device)}
@@ -285,8 +315,15 @@ def documents_from_cu_seqlens(cu_seqlens: Annotated[Tensor, "N+1"]) -> Annotated
         >>> documents_from_cu_seqlens(torch.tensor([0, 2, 5]))
         tensor([[0, 0, 1, 1, 1]])
     """
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point() or int(cu_seqlens[0]) != 0:
-        raise ValueError(f"cu_seqlens: got {cu_seqlens}; allowed: integers of shape (N + 1,) that begin with 0")
+    if (
+        cu_seqlens.ndim != 1
+        or cu_seqlens.numel() < 1
+        or cu_seqlens.is_floating_point()
+        or int(cu_seqlens[0]) != 0
+    ):
+        raise ValueError(
+            f"cu_seqlens: got {cu_seqlens}; allowed: integers of shape (N + 1,) that begin with 0"
+        )
     lengths = cu_seqlens.diff()
     if bool((lengths < 0).any()):
         raise ValueError(f"cu_seqlens: got {cu_seqlens}; allowed: integers that never fall")
@@ -301,7 +338,9 @@ def cu_seqlens_from_documents(document_ids: Annotated[Tensor, "1 Tk"]) -> Annota
         tensor([0, 2, 5])
     """
     if document_ids.ndim != 2 or document_ids.shape[0] != 1:
-        raise ValueError(f"document_ids: got shape {tuple(document_ids.shape)}; allowed: one packed row, (1, Tk)")
+        raise ValueError(
+            f"document_ids: got shape {tuple(document_ids.shape)}; allowed: one packed row, (1, Tk)"
+        )
     lengths = torch.unique_consecutive(document_ids[0], return_counts=True)[1]
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 

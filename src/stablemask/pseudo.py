@@ -92,7 +92,9 @@ class PseudoScores:
             raise ValueError(f"num_heads: got {num_heads}; allowed are integers ≥ 1")
         if isinstance(self.gamma, tuple):
             if len(self.gamma) != num_heads:
-                raise ValueError(f"gamma: got {len(self.gamma)} values for {num_heads} heads; give one per head")
+                raise ValueError(
+                    f"gamma: got {len(self.gamma)} values for {num_heads} heads; give one per head"
+                )
             values = list(self.gamma)
         elif self.headwise:
             values = [_power(self.gamma, e) for e in _alibi_exponents(num_heads)]
@@ -134,7 +136,9 @@ class PseudoScores:
         _tables.move_to_end(key)
         return table[:, start:stop]
 
-    def dense(self, length: int, num_heads: int) -> tuple[Annotated[Tensor, "T T"], Annotated[Tensor, "H T T"]]:
+    def dense(
+        self, length: int, num_heads: int
+    ) -> tuple[Annotated[Tensor, "T T"], Annotated[Tensor, "H T T"]]:
         """The paper's matrices for ``length`` columns, in float64: ``C``, and ``P`` with 0 on and below the diagonal."""
         if length < 1:
             raise ValueError(f"length: got {length}; allowed are integers ≥ 1")
@@ -197,7 +201,9 @@ def _power(gamma: object, exponent: float) -> float:
     try:
         return float(gamma) ** exponent  # type: ignore[arg-type]
     except OverflowError:
-        raise ValueError(f"gamma: {gamma!r} ** {exponent} overflows; use headwise=False or a smaller gamma") from None
+        raise ValueError(
+            f"gamma: {gamma!r} ** {exponent} overflows; use headwise=False or a smaller gamma"
+        ) from None
 
 
 def _finite_decay(value: object) -> float:
@@ -230,12 +236,18 @@ def _check_logit_arguments(gammas: Tensor, positions: Tensor, horizon: object, b
         got = f"{gammas.dtype} of shape {tuple(gammas.shape)}" if isinstance(gammas, Tensor) else repr(gammas)
         raise ValueError(f"gammas: got {got}; allowed is a floating-point tensor of shape (H,)")
     if not isinstance(positions, Tensor) or positions.ndim not in (1, 2) or positions.dtype not in INTEGERS:
-        got = f"{positions.dtype} of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+        got = (
+            f"{positions.dtype} of shape {tuple(positions.shape)}"
+            if isinstance(positions, Tensor)
+            else repr(positions)
+        )
         raise ValueError(f"positions: got {got}; allowed is an integer tensor of shape (T,) or (B, T)")
     _check_horizon(horizon)
     if isinstance(base, Tensor):
         if base.ndim != 0:
-            raise ValueError(f"base: got a tensor of shape {tuple(base.shape)}; allowed is a number or a scalar tensor")
+            raise ValueError(
+                f"base: got a tensor of shape {tuple(base.shape)}; allowed is a number or a scalar tensor"
+            )
     else:
         _check_base(base)
 
@@ -251,4 +263,6 @@ def in_function_transform() -> bool:
 
 def tracing() -> bool:
     """True where a tensor made now must not outlive the call: under compile, export, fake tensors or a function transform."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or in_function_transform()
+    return (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or in_function_transform()
+    )

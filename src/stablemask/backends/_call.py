@@ -65,7 +65,16 @@ class Call(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor of the call."""
-        given = (self.q, self.k, self.v, self.sink, self.slopes, self.bias, self.query_positions, self.key_positions)
+        given = (
+            self.q,
+            self.k,
+            self.v,
+            self.sink,
+            self.slopes,
+            self.bias,
+            self.query_positions,
+            self.key_positions,
+        )
         return tuple(t for t in (*given, self.key_mask, self.documents) if t is not None)
 
     def needs_grad(self) -> bool:
@@ -146,7 +155,9 @@ def finite_keys_values(call: Call) -> tuple[Keys, Values]:
     return call.k.masked_fill(drop, 0.0), call.v.masked_fill(drop, 0.0)
 
 
-def _own_key(per_key: Annotated[Tensor, "B Tk"], num_queries: int, *, fill: int | bool) -> Annotated[Tensor, "B Tq"]:
+def _own_key(
+    per_key: Annotated[Tensor, "B Tk"], num_queries: int, *, fill: int | bool
+) -> Annotated[Tensor, "B Tq"]:
     """The entry of each query's own key; ``fill`` for queries that precede every key (Tq > Tk)."""
     missing = num_queries - per_key.shape[1]
     if missing <= 0:

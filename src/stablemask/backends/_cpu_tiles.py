@@ -12,7 +12,14 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from stablemask.backends._call import Call, accumulate_dtype, additive_bias, finite_keys_values, kept_keys, visible
+from stablemask.backends._call import (
+    Call,
+    accumulate_dtype,
+    additive_bias,
+    finite_keys_values,
+    kept_keys,
+    visible,
+)
 from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
 
 _aten = torch.ops.aten
@@ -50,7 +57,10 @@ class Plan(NamedTuple):
 
 
 def forward(call: Call) -> tuple[Output, RowLogits]:
-    """Plain attention of the call, without its sink: out, and lse = −∞ with out = 0 where a row sees no key."""
+    """Plain attention of the call, without its sink: out, and lse = −∞ with out = 0 where a row sees no key.
+
+    Of reversed plans out is in ``accumulate_dtype``: it is rounded once, after the sink has taken its share.
+    """
     if call.q.numel() == 0 or call.k.numel() == 0:
         return _empty_rows(call.q)
     plan = make_plan(call)
@@ -62,7 +72,7 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
         if plan.row_shift is not None:
             lse.sub_(plan.row_shift)
     else:
-        out, lse = _empty_rows(call.q)
+        out, lse = _empty_rows(q)
         for tile in plan.tiles:
             out_tile, lse_tile = _aten._scaled_dot_product_flash_attention_for_cpu(
                 q[tile.batch, :, tile.rows],
@@ -74,7 +84,9 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
                 scale=call.scale,
             )
             out[tile.batch, :, tile.rows] = out_tile
-            lse[tile.batch, :, tile.rows] = lse_tile if tile.alive is None else lse_tile.where(tile.alive, -torch.inf)
+            lse[tile.batch, :, tile.rows] = (
+                lse_tile if tile.alive is None else lse_tile.where(tile.alive, -torch.inf)
+            )
     if plan.reversed:
         out, lse = out.flip(2), lse.flip(2)
     _restore_nans(call.q, k, out, lse)
@@ -95,7 +107,7 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
         )
         return dq, dk, dv
     if plan.reversed:
-        grad, out, lse = grad.flip(2), out.flip(2), lse.flip(2)
+        grad, out, lse = grad.to(q.dtype).flip(2), out.to(q.dtype).flip(2), lse.flip(2)
     dq = empty_gradient(q).zero_()
     dk, dv = (empty_gradient(t, call.accumulate_dtype).zero_() for t in (k, v))
     for tile in plan.tiles:
@@ -113,9 +125,10 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
             scale=call.scale,
         )
         dq[tile.batch, :, tile.rows] = dq_tile
-        dk[tile.batch, :, tile.keys].add_(dk_tile)
-        dv[tile.batch, :, tile.keys].add_(dv_tile)
-    return dq.flip(2) if plan.reversed else dq, dk.to(k.dtype), dv.to(v.dtype)
+        dk[tile.batch, :, tile.keys].add_(dk_tile.to(dk.dtype))
+        dv[tile.batch, :, tile.keys].add_(dv_tile.to(dv.dtype))
+    dq = (dq.flip(2) if plan.reversed else dq).to(call.q.dtype)
+    return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
 
 
 def empty_results(q: Queries) -> tuple[Output, RowLogits]:
@@ -170,11 +183,14 @@ def _key_bias_is_exact_enough(call: Call) -> bool:
 
 
 def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
-    q = call.q.flip(2) if plan.reversed else call.q
-    k, v = call.k, call.v
+    """q, k, v as the tiles want them. Bands run in float32 also for half precision: their kernel is no slower in it."""
+    q, k, v = call.q, call.k, call.v
     kept = kept_keys(call)
     if kept is not None and not bool(kept.all()):
         k, v = finite_keys_values(call)
+    if plan.reversed:
+        dtype = call.accumulate_dtype
+        q, k, v = q.to(dtype).flip(2), k.to(dtype), v.to(dtype)
     return _unit_stride(q), _unit_stride(k), _unit_stride(v)
 
 
@@ -252,7 +268,9 @@ class _BandMask:
     def __init__(self, call: Call, reach: int, height: int) -> None:
         self.reach = reach
         relative = torch.arange(1 - reach, height, device=call.q.device)
-        slopes = call.slopes if call.slopes is not None else relative.new_zeros(1, dtype=call.accumulate_dtype)
+        slopes = (
+            call.slopes if call.slopes is not None else relative.new_zeros(1, dtype=call.accumulate_dtype)
+        )
         values = slopes[:, None] * relative.to(slopes.dtype)
         hidden = relative > 0
         if call.window is not None:

@@ -59,7 +59,14 @@ def run(call: Call) -> tuple[Output, RowLogits]:
 
 
 def _geometry(call: Call) -> tuple[Any, ...]:
-    tensors = (call.slopes, call.bias, call.query_positions, call.key_positions, call.key_mask, call.documents)
+    tensors = (
+        call.slopes,
+        call.bias,
+        call.query_positions,
+        call.key_positions,
+        call.key_mask,
+        call.documents,
+    )
     return (*tensors, call.causal, call.scale, call.window)
 
 
@@ -90,11 +97,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: An
     call = _call(q, k, v, geometry)
     out, lse = tiles.forward(call)
     if sink is None:
-        return out, lse
+        return out.to(q.dtype), lse
     share = torch.sigmoid(lse - sink)
     if call.structured or call.bias is not None:
         share.masked_fill_(lse == -torch.inf, 0.0)
-    out.mul_(share.unsqueeze(-1))
+    out = out.to(share.dtype).mul_(share.unsqueeze(-1)).to(q.dtype)
     torch.logaddexp(lse, sink.expand_as(lse), out=lse)
     return out, lse
 
@@ -105,7 +112,9 @@ def _backward(
     return tiles.backward(_call(q, k, v, geometry), grad, out, lse)
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any
+) -> tuple[Tensor, Tensor]:
     return tiles.empty_results(q)
 
 
@@ -145,11 +154,15 @@ def _through_lse(
     first[..., 0] = 1.0
     grad = torch.zeros_like(out)
     grad[..., 0] = grad_lse.to(grad.dtype)
-    dq, dk, _ = torch.ops.stablemask.cpu_flash_backward(grad, q, k, first, torch.zeros_like(out), lse, *geometry)
+    dq, dk, _ = torch.ops.stablemask.cpu_flash_backward(
+        grad, q, k, first, torch.zeros_like(out), lse, *geometry
+    )
     return dq, dk
 
 
-def _sink_gradient(sink: Tensor, grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def _sink_gradient(
+    sink: Tensor, grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
     """dσ_i = exp(σ_i − lse'_i) · (dlse'_i − rowsum(dout ⊙ out')_i)."""
     row = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     if grad is not None:
@@ -159,12 +172,17 @@ def _sink_gradient(sink: Tensor, grad: Tensor | None, grad_lse: Tensor | None, o
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    raise RuntimeError("double backward: the CPU flash kernel has no second derivative; use backend='reference'")
+    raise RuntimeError(
+        "double backward: the CPU flash kernel has no second derivative; use backend='reference'"
+    )
 
 
 def _register() -> None:
     library = torch.library
-    library.define("stablemask::cpu_flash", f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_GEOMETRY}) -> (Tensor, Tensor)")
+    library.define(
+        "stablemask::cpu_flash",
+        f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_GEOMETRY}) -> (Tensor, Tensor)",
+    )
     library.define(
         "stablemask::cpu_flash_backward",
         f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
@@ -174,7 +192,9 @@ def _register() -> None:
     library.register_fake("stablemask::cpu_flash", _fake_forward)
     library.register_fake("stablemask::cpu_flash_backward", _fake_backward)
     library.register_autograd("stablemask::cpu_flash", _differentiate, setup_context=_setup)
-    library.register_autograd("stablemask::cpu_flash_backward", _refuse_double_backward, setup_context=lambda *_, **__: None)
+    library.register_autograd(
+        "stablemask::cpu_flash_backward", _refuse_double_backward, setup_context=lambda *_, **__: None
+    )
 
 
 _register()

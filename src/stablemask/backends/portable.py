@@ -60,7 +60,9 @@ def _sink_first(call: Call) -> Output:
     k = pad(k, (0, wide - width, 1, 0))  # (B, G, 1 + T, wide)
     k[:, :, 0, width : width + parts.shape[-1]] = 1.0
     v = pad(v, (0, max(0, wide - v.shape[-1]), 1, 0))
-    out = scaled_dot_product_attention(q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped)
+    out = scaled_dot_product_attention(
+        q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped
+    )
     return out[:, :, 1:, : call.v.shape[-1]].to(call.q.dtype)
 
 
