@@ -1,4 +1,4 @@
-"""StableMask: causal attention without attention sinks, with absolute position, at the speed of plain causal attention."""
+"""Causal attention without attention sinks and with absolute position, as fast as plain attention."""
 
 from stablemask.attention import (
     available_backends,

@@ -1,6 +1,7 @@
 """From the arguments of a call to a validated ``Call``: every check and every normalisation of the contract.
 
-Checks read shapes, dtypes and devices, never values, so that nothing here waits for a device or breaks a graph.
+Checks read shapes, dtypes and devices, never values, so that nothing here waits for a device or breaks a
+graph.
 """
 
 import math
@@ -52,7 +53,7 @@ def build_call(
     dtype = accumulate_dtype(q.dtype)
     documents = None if args.document_ids is None else _run_numbers(args.document_ids)
     position_form = args.key_positions is not None
-    logits, scores = _resolve_sink(q, k, sink, args, documents)
+    logits, scores = _resolve_sink(q, sink, args, documents)
     return Call(
         q=q,
         k=k,
@@ -79,7 +80,7 @@ def build_call(
 def count_positions(
     key_mask: KeyMask | None, documents: DocumentIds | None, num_queries: int
 ) -> Annotated[Tensor, "B Tq"]:
-    """0-based position of every query among the kept keys of its own document; 0 on padding before the first one."""
+    """0-based position of every query among the kept keys of its document; 0 on padding before the first."""
     given = key_mask if key_mask is not None else documents
     assert given is not None
     kept = torch.ones_like(given, dtype=torch.int64) if key_mask is None else key_mask.to(torch.int64)
@@ -98,7 +99,6 @@ def _run_numbers(document_ids: DocumentIds) -> DocumentIds:
 
 def _resolve_sink(
     q: Tensor,
-    k: Tensor,
     sink: PseudoScores | Tensor | float | None,
     args: Arguments,
     documents: Tensor | None,
@@ -248,7 +248,8 @@ def _check_bias(bias: Tensor, q: Tensor, num_keys: int) -> None:
         and shape[2:] == (num_queries, num_keys)
     )
     if not fits:
-        allowed = f"floating point of shape (H|1, Tq, Tk) or (B|1, H|1, Tq, Tk), here B, H, Tq, Tk = {(batch, heads, num_queries, num_keys)}"
+        sizes = (batch, heads, num_queries, num_keys)
+        allowed = f"floating point of shape (H|1, Tq, Tk) or (B|1, H|1, Tq, Tk), B, H, Tq, Tk = {sizes}"
         _reject("bias", _describe(bias), allowed)
 
 

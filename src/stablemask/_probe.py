@@ -1,6 +1,7 @@
-"""One small trial per process of the back ends that lean on private operators: forward and backward against the reference.
+"""One small trial per process of the back ends that lean on private operators.
 
-A PyTorch release that changes such an operator costs speed, never correctness: the back end is dropped with a warning.
+It holds forward and backward against the reference. A PyTorch release that changes such an operator costs
+speed, never correctness: the back end is dropped with a warning.
 """
 
 import threading
@@ -23,7 +24,8 @@ _failures: dict[tuple[str, str], str | None] = {}
 def probe_failure(name: str, device: torch.device) -> str | None:
     """None if the back end agrees with the reference on this kind of device, else what went wrong.
 
-    The trial runs in a thread of its own, where no autocast, inference, fake-tensor, tracing or transform mode of the caller holds.
+    The trial runs in a thread of its own, where no autocast, inference, fake-tensor, tracing or transform
+    mode of the caller holds.
     """
     if name not in _PROBED:
         return None

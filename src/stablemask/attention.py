@@ -1,8 +1,9 @@
 """The operation: causal attention with one zero-valued extra logit per row, behind one contract.
 
-``sink_attention`` takes the logits σ as a tensor, ``stable_attention`` takes a ``PseudoScores`` and derives σ from the positions
-of the rows. Both validate their arguments, choose a back end that honours every one of them, and run it. The maths is in
-``stablemask.pseudo``, the rule of visibility in ``stablemask.backends._call``.
+``sink_attention`` takes the logits σ as a tensor, ``stable_attention`` takes a ``PseudoScores`` and derives σ
+from the positions of the rows. Both validate their arguments, choose a back end that honours every one of
+them, and run it. The maths is in ``stablemask.pseudo``, the rule of visibility in
+``stablemask.backends._call``.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -101,17 +102,20 @@ def sink_attention(
 ) -> Output | tuple[Output, RowLogits]:
     """Attention whose every row has one more logit, ``sink``, with value zero.
 
-    Layout is ``[B, H, T, D]``; k and v may have fewer heads. Gradients flow to every floating-point tensor given.
+    Layout is ``[B, H, T, D]``; k and v may have fewer heads. Gradients flow to every floating-point tensor
+    given.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values; their width may differ from that of the queries.
-        sink: σ by rank: a scalar, (H,), (H, Tq) or (B, H, Tq), sizes of 1 broadcast. None means −∞: plain attention.
+        sink: σ by rank: a scalar, (H,), (H, Tq) or (B, H, Tq), sizes of 1 broadcast. None means −∞: plain
+            attention.
         causal: Query i sees key j only if j ≤ i + Tk − Tq, aligned at the bottom right.
         positions: 0-based positions of the queries, (B, Tq); only with ``key_positions``.
-        key_positions: Positions of the keys in a cache, (B, Tk), in any order; −1 marks an empty slot. Visibility and
-            ALiBi then go by positions instead of indices, and a query with a negative position is padding.
+        key_positions: Positions of the keys in a cache, (B, Tk), in any order; −1 marks an empty slot.
+            Visibility and ALiBi then go by positions instead of indices, and a query with a negative
+            position is padding.
         window: Each query sees its last ``window`` keys, itself included.
         alibi_slopes: (H,); adds slope · (key position − query position) to the scores.
         bias: (H|1, Tq, Tk) or (B|1, H|1, Tq, Tk), added to the scores after the scale.
@@ -221,9 +225,9 @@ def stable_attention(
         k: Keys.
         v: Values.
         scores: The pseudo scores of the model.
-        positions: 0-based position of every query in its own document, (B, Tq). By default they are counted from
-            ``key_mask`` and ``document_ids`` where given, else they are the last Tq of 0 … Tk − 1. Without
-            ``key_positions`` they select σ and nothing else.
+        positions: 0-based position of every query in its own document, (B, Tq). By default they are counted
+            from ``key_mask`` and ``document_ids`` where given, else they are the last Tq of 0 … Tk − 1.
+            Without ``key_positions`` they select σ and nothing else.
         key_positions: As in ``sink_attention``; requires ``positions``.
         window: As in ``sink_attention``; it does not change σ.
         alibi_slopes: As in ``sink_attention``.
@@ -284,7 +288,8 @@ def available_backends(
 ) -> dict[str, str | None]:
     """Every back end, in order of preference, with None or the reason why it cannot serve exactly this call.
 
-    Takes the arguments of ``sink_attention``; a ``PseudoScores`` as ``sink`` stands for a call of ``stable_attention``.
+    Takes the arguments of ``sink_attention``; a ``PseudoScores`` as ``sink`` stands for a call of
+    ``stable_attention``.
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 3, 4)

@@ -1,12 +1,14 @@
 r"""The method: which logit StableMask adds to every row of causal attention.
 
-The paper fills the upper triangle of the causal score matrix with pseudo scores, applies softmax and masks again. With rows and
-columns counted from 1 inside one document, ``C`` the lower triangle of ones and ``N`` the horizon::
+The paper fills the upper triangle of the causal score matrix with pseudo scores, applies softmax and masks
+again. With rows and columns counted from 1 inside one document, ``C`` the lower triangle of ones and ``N``
+the horizon::
 
     A~  = softmax(A ⊙ C + P) ⊙ C              out = A~ V
     p_j = base − (j − 1)·γ_h                  pseudo score of column j > i, the same in every row i
 
-A pseudo column has no value vector, so all pseudo columns of row i act together, as *one* extra logit with value zero::
+A pseudo column has no value vector, so all pseudo columns of row i act together, as *one* extra logit with
+value zero::
 
     σ_i  = log Σ_{j=i}^{N−1} exp(base − jγ)   i < N
          = base − iγ + log c + G(cγ) − G(γ)   c = N − i,  G(x) = log((1 − e^{−x})/x),  G(0) = 0
@@ -16,11 +18,12 @@ A pseudo column has no value vector, so all pseudo columns of row i act together
 
     lse'_i = logaddexp(lse_i, σ_i)            out'_i = out_i · exp(lse_i − lse'_i)
 
-``lse`` and ``out`` are those of plain causal attention. Row i keeps the share α_i = exp(lse_i − lse'_i) of its attention;
-1 − α_i is its *pseudo mass*. Because σ depends on nothing but (i, N, γ, base), training, prefill and cached decoding
-are one function. N belongs to the model, never to the batch.
+``lse`` and ``out`` are those of plain causal attention. Row i keeps the share α_i = exp(lse_i − lse'_i) of
+its attention; 1 − α_i is its *pseudo mass*. Because σ depends on nothing but (i, N, γ, base), training,
+prefill and cached decoding are one function. N belongs to the model, never to the batch.
 
-Head-wise γ follows ALiBi: γ_h = γ^(8(h+1)/H), h = 0…H−1, with ALiBi's rule for head counts that are no power of two.
+Head-wise γ follows ALiBi: γ_h = γ^(8(h+1)/H), h = 0…H−1, with ALiBi's rule for head counts that are no power
+of two.
 """
 
 import math
@@ -31,6 +34,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch._C import _functorch, _len_torch_dispatch_stack
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _SERIES_BELOW = 0.05
@@ -65,7 +69,7 @@ class PseudoScores:
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, Sequence) and not isinstance(self.gamma, str):
+        if isinstance(self.gamma, Sequence):
             if len(self.gamma) == 0:
                 raise ValueError("gamma: got an empty sequence; give one value per head")
             object.__setattr__(self, "gamma", tuple(_finite_decay(g) for g in self.gamma))
@@ -75,12 +79,7 @@ class PseudoScores:
         if not isinstance(self.headwise, bool):
             raise TypeError(f"headwise: got {self.headwise!r}; allowed are True and False")
         object.__setattr__(self, "base", _check_base(self.base))
-        gammas = self.gamma if isinstance(self.gamma, tuple) else (self.gamma,)
-        if self.horizon is None and 0.0 in gammas and self.base != -math.inf:
-            raise ValueError(
-                "gamma: got 0 with an infinite horizon, where the pseudo mass diverges; "
-                "allowed are gamma > 0, a finite horizon, or base = -inf"
-            )
+        self._refuse_divergence(self.gamma if isinstance(self.gamma, tuple) else (self.gamma,))
 
     def gammas(self, num_heads: int) -> Annotated[Tensor, "H"]:
         """γ of every head, in float64."""
@@ -97,10 +96,18 @@ class PseudoScores:
                 )
             values = list(self.gamma)
         elif self.headwise:
-            values = [_power(self.gamma, e) for e in _alibi_exponents(num_heads)]
+            values = [_power(self.gamma, e) for e in _alibi_exponents(num_heads)]  # type: ignore[arg-type] # no sequence here
         else:
-            values = [float(self.gamma)] * num_heads  # type: ignore[arg-type]
+            values = [float(self.gamma)] * num_heads  # type: ignore[arg-type] # no sequence here
+        self._refuse_divergence(values)
         return values
+
+    def _refuse_divergence(self, gammas: Sequence[object]) -> None:
+        if self.horizon is None and 0.0 in gammas and self.base != -math.inf:
+            raise ValueError(
+                "gamma: got 0 with an infinite horizon, where the pseudo mass diverges; "
+                "allowed are gamma > 0, a finite horizon, or base = -inf"
+            )
 
     def row_logits(
         self,
@@ -118,8 +125,8 @@ class PseudoScores:
     ) -> Annotated[Tensor, "H T"]:
         """σ of the rows ``start … stop − 1``, cut from a table kept per (scores, heads, device, dtype).
 
-        At most 16 tables of at most 4 Mi numbers are kept, the least recently used goes first. A table grows by doubling,
-        so decoding token by token reuses one.
+        At most 16 tables of at most 4 Mi numbers are kept, the least recently used goes first. A table grows
+        by doubling, so decoding token by token reuses one.
         """
         stop_rounded = 1 << max(stop - 1, 63).bit_length()
         positions = torch.arange(start, stop, device=device)
@@ -139,7 +146,7 @@ class PseudoScores:
     def dense(
         self, length: int, num_heads: int
     ) -> tuple[Annotated[Tensor, "T T"], Annotated[Tensor, "H T T"]]:
-        """The paper's matrices for ``length`` columns, in float64: ``C``, and ``P`` with 0 on and below the diagonal."""
+        """The paper's C and P for ``length`` columns, in float64; P is 0 on and below the diagonal."""
         if length < 1:
             raise ValueError(f"length: got {length}; allowed are integers ≥ 1")
         visible = torch.ones(length, length, dtype=torch.float64).tril()
@@ -154,9 +161,10 @@ def pseudo_logits(
     horizon: int | None,
     base: float | Annotated[Tensor, "()"] = 0.0,
 ) -> Annotated[Tensor, "H T | B H T"]:
-    """σ for γ and base given as tensors; differentiable in both, also at γ = 0, in empty rows and far beyond the horizon.
+    """σ for γ and base given as tensors, differentiable in both.
 
-    Computed in float64 and returned in the dtype of ``gammas``, at least float32.
+    Gradients are finite also at γ = 0, in empty rows and far beyond the horizon. Computed in float64 and
+    returned in the dtype of ``gammas``, at least float32.
 
     Args:
         gammas: γ of every head, ≥ 0; > 0 when the horizon is infinite and the base is finite.
@@ -197,9 +205,9 @@ def _alibi_exponents(num_heads: int) -> list[float]:
     return exponents
 
 
-def _power(gamma: object, exponent: float) -> float:
+def _power(gamma: float, exponent: float) -> float:
     try:
-        return float(gamma) ** exponent  # type: ignore[arg-type]
+        return float(gamma**exponent)
     except OverflowError:
         raise ValueError(
             f"gamma: {gamma!r} ** {exponent} overflows; use headwise=False or a smaller gamma"
@@ -231,7 +239,7 @@ def _check_base(base: object) -> float:
     return float(base)
 
 
-def _check_logit_arguments(gammas: Tensor, positions: Tensor, horizon: object, base: object) -> None:
+def _check_logit_arguments(gammas: object, positions: object, horizon: object, base: object) -> None:
     if not isinstance(gammas, Tensor) or gammas.ndim != 1 or not gammas.is_floating_point():
         got = f"{gammas.dtype} of shape {tuple(gammas.shape)}" if isinstance(gammas, Tensor) else repr(gammas)
         raise ValueError(f"gammas: got {got}; allowed is a floating-point tensor of shape (H,)")
@@ -257,12 +265,10 @@ def _compute_device_dtype(device: torch.device) -> torch.dtype:
 
 
 def in_function_transform() -> bool:
-    """True inside ``torch.func`` transforms (vmap, grad, jvp …), which see through PyTorch's own operators only."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """True inside ``torch.func`` transforms, which see through PyTorch's own operators only."""
+    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
 
 
 def tracing() -> bool:
-    """True where a tensor made now must not outlive the call: under compile, export, fake tensors or a function transform."""
-    return (
-        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or in_function_transform()
-    )
+    """True where a tensor made now must not outlive the call: under compile, fake tensors, a transform."""
+    return torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or in_function_transform()

@@ -1,9 +1,9 @@
-"""The table of back ends: name → module, imported when first asked for, and the order in which they are preferred.
+"""The table of back ends: name → module, imported when first asked for, and their order of preference.
 
 A back end is a module with two functions::
 
     why_not(call) -> str | None              why it cannot serve exactly this call; None: it can
-    run(call)     -> (out, lse')             exact forward, exact gradients for every tensor of the call that needs one
+    run(call)     -> (out, lse')             exact, with exact gradients for every tensor that needs one
 
 Back ends import neither the reference nor each other.
 """
@@ -32,15 +32,23 @@ def preference(device: torch.device) -> tuple[str, ...]:
 def module(name: str) -> ModuleType:
     """The back end's module. Plain import statements, so that torch.compile can follow them."""
     if name == "reference":
-        from stablemask.backends import reference as backend
-    elif name == "cpu_flash":
-        from stablemask.backends import cpu_flash as backend
-    elif name == "portable":
-        from stablemask.backends import portable as backend
-    elif name == "flex":
-        from stablemask.backends import flex as backend
-    elif name == "triton":
-        from stablemask.backends import triton as backend
-    else:
-        raise ValueError(f"backend: got {name!r}; allowed are {', '.join(NAMES)}, or None for the fastest")
-    return backend
+        from stablemask.backends import reference
+
+        return reference
+    if name == "cpu_flash":
+        from stablemask.backends import cpu_flash
+
+        return cpu_flash
+    if name == "portable":
+        from stablemask.backends import portable
+
+        return portable
+    if name == "flex":
+        from stablemask.backends import flex
+
+        return flex
+    if name == "triton":
+        from stablemask.backends import triton
+
+        return triton
+    raise ValueError(f"backend: got {name!r}; allowed are {', '.join(NAMES)}, or None for the fastest")

@@ -1,8 +1,9 @@
-"""What every back end receives: one validated call, and the pieces of the visibility rule that several of them share.
+"""What every back end receives: one validated call, and the visibility rule that several of them share.
 
-Key j is visible to query i iff both are kept, they are in the same document, and 0 ≤ P_q(i) − P_k(j) < window, where P are
-indices (*index form*: P_k(j) = j, P_q(i) = i + Tk − Tq) or the given positions (*position form*, for caches). Without
-``causal`` the lower bound falls away. A row without any visible key gives out = 0 and lse' = σ.
+Key j is visible to query i iff both are kept, they are in the same document, and 0 ≤ P_q(i) − P_k(j) <
+window, where P are indices (*index form*: P_k(j) = j, P_q(i) = i + Tk − Tq) or the given positions (*position
+form*, for caches). Without ``causal`` the lower bound falls away. A row without any visible key gives out = 0
+and lse' = σ.
 """
 
 from typing import Annotated, NamedTuple
@@ -22,9 +23,10 @@ ALL_ROWS = slice(None)
 class Call(NamedTuple):
     """A validated call of the operation. Nothing in it may be ignored by a back end that accepts it.
 
-    At most one of ``sink`` and ``scores`` is given. ``scores`` stands for the consecutive rows Tk − Tq … Tk − 1, so that a
-    kernel may compute σ itself; ``sink_logits()`` gives the tensor in every case. ``documents`` numbers the maximal runs of
-    equal document ids. ``query_positions`` and ``key_positions`` are given together (position form) or not at all.
+    At most one of ``sink`` and ``scores`` is given. ``scores`` stands for the consecutive rows Tk − Tq … Tk −
+    1, so that a kernel may compute σ itself; ``sink_logits()`` gives the tensor in every case. ``documents``
+    numbers the maximal runs of equal document ids. ``query_positions`` and ``key_positions`` are given
+    together (position form) or not at all.
     """
 
     q: Queries
@@ -104,7 +106,7 @@ def kept_keys(call: Call) -> Annotated[Tensor, "B Tk"] | None:
 
 
 def kept_queries(call: Call) -> Annotated[Tensor, "B Tq"] | None:
-    """Which query rows are not padding; None where all are. A query that precedes every key has no key of its own."""
+    """Which query rows are not padding; None where all are. One before every key has no key of its own."""
     if call.query_positions is not None:
         return call.query_positions >= 0
     if call.key_mask is None:
@@ -113,7 +115,7 @@ def kept_queries(call: Call) -> Annotated[Tensor, "B Tq"] | None:
 
 
 def visible(call: Call, rows: slice = ALL_ROWS) -> Annotated[Tensor, "B|1 1 rows Tk"] | None:
-    """The visibility rule as a mask for the query rows ``rows``; None where every key is visible to every query."""
+    """The visibility rule as a mask for the query rows ``rows``; None where every query sees every key."""
     p_q, p_k = positions_of(call)
     ahead = p_q[:, rows, None] - p_k[:, None, :]  # (B|1, rows, Tk)
     conditions = []
@@ -136,7 +138,7 @@ def visible(call: Call, rows: slice = ALL_ROWS) -> Annotated[Tensor, "B|1 1 rows
 
 
 def additive_bias(call: Call, rows: slice = ALL_ROWS) -> Annotated[Tensor, "B|1 H|1 rows Tk"] | None:
-    """ALiBi in its relative form plus the given bias, in ``accumulate_dtype``; None where neither is given."""
+    """ALiBi in its relative form plus the given bias, in ``accumulate_dtype``; None without either."""
     bias = None if call.bias is None else call.bias[:, :, rows].to(call.accumulate_dtype)
     if call.slopes is None:
         return bias

@@ -1,13 +1,14 @@
 """How a call is cut into tiles that the CPU flash kernel computes right and fast.
 
-A tile is a rectangle of query rows × keys that holds every visible key of its rows. In a *reversed* plan the rows count from the
-last query backwards: then row r and key j of a band whose last query owns its last key have j − i = j + r + const, and a mask that
-depends on j − i alone is a view with strides (1, 1) of one vector, whatever the size of the band.
+A tile is a rectangle of query rows × keys that holds every visible key of its rows. In a *reversed* plan the
+rows count from the last query backwards: then row r and key j of a band whose last query owns its last key
+have j − i = j + r + const, and a mask that depends on j − i alone is a view with strides (1, 1) of one
+vector, whatever the size of the band.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from stablemask.backends._call import (
 )
 from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
 
-_aten = torch.ops.aten
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+flash: Any = getattr(torch.ops.aten, _FLASH, None)
+flash_backward: Any = getattr(torch.ops.aten, f"{_FLASH}_backward", None)
+
 _EVERY = slice(None)
 
 _BAND_ROWS = 128
@@ -45,7 +49,8 @@ class Tile(NamedTuple):
 class Plan(NamedTuple):
     """Tiles in the order in which they run; or ``whole``: no tiles, the kernel takes the entire call.
 
-    A whole call may carry ALiBi as slope · key index. Its scores exceed the true ones by ``row_shift``, slope · query index.
+    A whole call may carry ALiBi as slope · key index. Its scores exceed the true ones by ``row_shift``, slope
+    · query index.
     """
 
     tiles: Iterator[Tile] = iter(())
@@ -66,15 +71,13 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
     plan = make_plan(call)
     q, k, v = _inputs(call, plan)
     if plan.whole:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
-        )
+        out, lse = flash(q, k, v, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale)
         if plan.row_shift is not None:
             lse.sub_(plan.row_shift)
     else:
         out, lse = _empty_rows(q)
         for tile in plan.tiles:
-            out_tile, lse_tile = _aten._scaled_dot_product_flash_attention_for_cpu(
+            out_tile, lse_tile = flash(
                 q[tile.batch, :, tile.rows],
                 k[tile.batch, :, tile.keys],
                 v[tile.batch, :, tile.keys],
@@ -102,7 +105,7 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
     grad = _unit_stride(grad)
     if plan.whole:
         lse = lse if plan.row_shift is None else lse + plan.row_shift
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = flash_backward(
             grad, q, k, v, out, lse, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
         )
         return dq, dk, dv
@@ -112,7 +115,7 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
     dk, dv = (empty_gradient(t, call.accumulate_dtype).zero_() for t in (k, v))
     for tile in plan.tiles:
         lse_tile = lse[tile.batch, :, tile.rows]
-        dq_tile, dk_tile, dv_tile = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq_tile, dk_tile, dv_tile = flash_backward(
             grad[tile.batch, :, tile.rows],
             q[tile.batch, :, tile.rows],
             k[tile.batch, :, tile.keys],
@@ -166,16 +169,17 @@ def make_plan(call: Call) -> Plan:
     undivided = segments == [[(0, num_keys)]]
     if unmasked and undivided and (single or not call.causal or num_queries == num_keys):
         return Plan(whole=True, causal=call.causal and not single)
-    if seen_back and undivided and not single and num_queries == num_keys and _key_bias_is_exact_enough(call):
+    square = call.causal and not single and num_queries == num_keys
+    if call.slopes is not None and seen_back and undivided and square and _key_bias_is_exact_enough(call):
         key_bias = call.slopes[:, None] * torch.arange(num_keys, device=call.q.device)
         return Plan(whole=True, causal=True, key_bias=key_bias[None, :, None, :], row_shift=key_bias)
-    if call.causal and not single and not (unmasked and num_queries == num_keys):
+    if call.causal and not single and not (unmasked and square):
         return Plan(_bands(call, segments), reversed=True)
     return Plan(_rectangles(call, segments))
 
 
 def _key_bias_is_exact_enough(call: Call) -> bool:
-    """slope · key index loses slope · Tk · 2⁻²⁴ of a score: nothing to half precision, too much to float32."""
+    """slope · key index costs a score slope · Tk · 2⁻²⁴: nothing to half precision, too much to float32."""
     if call.slopes is None or call.q.dtype not in (torch.bfloat16, torch.float16):
         return False
     largest = float(call.slopes.abs().max()) * call.k.shape[2]
@@ -183,7 +187,7 @@ def _key_bias_is_exact_enough(call: Call) -> bool:
 
 
 def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
-    """q, k, v as the tiles want them. Bands run in float32 also for half precision: their kernel is no slower in it."""
+    """q, k, v as the tiles want them. Bands of half precision run in float32, which is no slower in bands."""
     q, k, v = call.q, call.k, call.v
     kept = kept_keys(call)
     if kept is not None and not bool(kept.all()):
@@ -195,7 +199,7 @@ def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
 
 
 def _segments(call: Call) -> list[list[Segment]] | None:
-    """Key ranges that attend among themselves: one list for the whole batch, or one per sequence; None if a range has holes."""
+    """Key ranges that attend among themselves: one list for all, or one each; None if one has holes."""
     if call.documents is None and call.key_mask is None:
         return [[(0, call.k.shape[2])]]
     per_sequence = []
@@ -249,7 +253,6 @@ def _rectangles(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
 
 def _bands(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
     """Bands of rows of every segment, in reversed rows, masked by a view of one vector."""
-    offset = call.k.shape[2] - call.q.shape[2]
     height = _BAND_ROWS if call.window is None else _WINDOW_BAND_ROWS
     longest = max((stop - start for row in segments for start, stop in row), default=0)
     reach = longest if call.window is None else min(longest, call.window + height - 1)

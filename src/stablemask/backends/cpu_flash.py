@@ -1,12 +1,14 @@
 """PyTorch's own CPU flash kernel, forward and backward, fed (out', lse') in place of (out, lse).
 
-``aten::_scaled_dot_product_flash_attention_for_cpu`` gives out and lse of plain attention. The sink then costs O(T): lse' and out'.
-Its backward computes dS = P (dP − rowsum(dout ⊙ out)) with P = exp(S − lse), so out' and lse' make it exact for the attention
-with the sink. ``_cpu_tiles`` cuts each call into tiles: one for plain causal attention, one per document or unpadded sequence,
-bands of rows for a window, ALiBi or Tq < Tk, bands with a dense mask for the rest.
+``aten::_scaled_dot_product_flash_attention_for_cpu`` gives out and lse of plain attention. The sink then
+costs O(T): lse' and out'. Its backward computes dS = P (dP − rowsum(dout ⊙ out)) with P = exp(S − lse), so
+out' and lse' make it exact for the attention with the sink. ``_cpu_tiles`` cuts each call into tiles: one for
+plain causal attention, one per document or unpadded sequence, bands of rows for a window, ALiBi or Tq < Tk,
+bands with a dense mask for the rest.
 
-The operator is private to PyTorch. Everything it gets wrong is kept from it: zero sizes kill the process, a last stride other than
-1 gives wrong numbers, ``is_causal`` aligns top left, rows without visible keys report lse = 0, an all-NaN row is swallowed.
+The operator is private to PyTorch. Everything it gets wrong is kept from it: zero sizes kill the process, a
+last stride other than 1 gives wrong numbers, ``is_causal`` aligns top left, rows without visible keys report
+lse = 0, an all-NaN row is swallowed.
 """
 
 from typing import Any
@@ -20,27 +22,28 @@ from stablemask.pseudo import in_function_transform, tracing
 from stablemask.shapes import Output, RowLogits
 
 _GEOMETRY = (
-    "Tensor? slopes, Tensor? bias, Tensor? query_positions, Tensor? key_positions, Tensor? key_mask, Tensor? documents, "
-    "bool causal, float scale, SymInt? window"
+    "Tensor? slopes, Tensor? bias, Tensor? query_positions, Tensor? key_positions, Tensor? key_mask, "
+    "Tensor? documents, bool causal, float scale, SymInt? window"
 )
 
 
 def why_not(call: Call) -> str | None:
-    """The CPU kernel has no softcap, no dropout, no gradient for biases, and one head width for q, k and v."""
+    """The kernel has no softcap, no dropout, no gradient for biases, and one head width for q, k and v."""
     if call.q.device.type != "cpu":
         return f"it runs on CPU tensors, got {call.q.device.type}"
-    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"):
+    if tiles.flash is None or tiles.flash_backward is None:
         return f"PyTorch {torch.__version__} has no CPU flash operator"
     if in_function_transform():
         return "torch.func transforms see through PyTorch's own operators only"
     if call.softcap is not None:
         return "the CPU flash kernel cannot cap scores (softcap)"
     if call.scale <= 0.0:
-        return f"the CPU flash kernel multiplies its causal mask by the scale: it must be positive, got {call.scale}"
+        return f"the CPU flash kernel multiplies its causal mask by the scale, so not by {call.scale}"
     if call.dropout:
         return "the CPU flash kernel has no dropout"
     if call.v.shape[-1] != call.q.shape[-1]:
-        return f"the CPU flash kernel needs values as wide as queries, got {call.v.shape[-1]} and {call.q.shape[-1]}"
+        widths = f"{call.v.shape[-1]} and {call.q.shape[-1]}"
+        return f"the CPU flash kernel needs values as wide as queries, got {widths}"
     if torch.is_grad_enabled():
         if call.bias is not None and call.bias.requires_grad:
             return "the CPU flash kernel has no gradient for bias"
@@ -140,7 +143,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
         dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(grad, q, k, v, out, lse, *geometry)
     if grad_lse is not None:
         dq_lse, dk_lse = _through_lse(grad_lse, q, k, v, out, lse, geometry)
-        dq, dk = (dq_lse, dk_lse) if dq is None else (dq + dq_lse, dk + dk_lse)
+        dq, dk = (dq_lse, dk_lse) if dq is None or dk is None else (dq + dq_lse, dk + dk_lse)
     if ctx.needs_input_grad[3]:
         dsink = _sink_gradient(sink, grad, grad_lse, out, lse)
     return dq, dk, dv, dsink, *unused
@@ -185,7 +188,8 @@ def _register() -> None:
     )
     library.define(
         "stablemask::cpu_flash_backward",
-        f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_GEOMETRY})"
+        " -> (Tensor, Tensor, Tensor)",
     )
     library.impl("stablemask::cpu_flash", "cpu", _forward)
     library.impl("stablemask::cpu_flash_backward", "cpu", _backward)

@@ -1,7 +1,10 @@
-"""``flex_attention`` and its differentiable lse: out' = out · sigmoid(lse − σ), lse' = logaddexp(lse, σ), all through autograd.
+"""``flex_attention`` and its differentiable lse.
 
-On CUDA it is compiled, skips blocks that hold no visible key and gives gradients to everything, captured biases included. On CPU
-PyTorch runs its forward without gradient, densely; that is for checking, not for speed.
+out' = out · sigmoid(lse − σ) and lse' = logaddexp(lse, σ), all through autograd.
+
+On CUDA it is compiled, skips blocks that hold no visible key and gives gradients to everything, captured
+biases included. On CPU PyTorch runs its forward without gradient, densely; that is for checking, not for
+speed.
 """
 
 import warnings
@@ -105,7 +108,7 @@ def _mask_modifier(call: Call) -> _MaskModifier | None:
 
     def see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = p_q[b, i] - p_k[b, j]
-        seen = ahead >= 0 if call.causal else ahead == ahead
+        seen = ahead >= 0 if call.causal else torch.ones_like(ahead, dtype=torch.bool)
         if window is not None:
             seen = seen & (ahead < window)
         if documents is not None:

@@ -1,11 +1,14 @@
-"""Public ``F.scaled_dot_product_attention`` with one more key whose value is zero. Any device, no private operator.
+"""Public ``F.scaled_dot_product_attention`` with one more key whose value is zero.
 
-Where plain causal attention is all there is, the extra key stands first and its score is σ by one more width: q' = [q, σ/scale],
-k' = [k, 0], with k' = [0, 1] for the sink; a dummy query in front keeps the causal diagonal in place, so SDPA needs no mask.
-Otherwise the extra key stands last and σ is its column of a dense additive mask.
+Any device, no private operator.
 
-Half precision: σ is split into three bfloat16 parts in three more widths, which is exact; float16 and every dense mask are computed
-in float32. SDPA does not return lse.
+Where plain causal attention is all there is, the extra key stands first and its score is σ by one more width:
+q' = [q, σ/scale], k' = [k, 0], with k' = [0, 1] for the sink; a dummy query in front keeps the causal
+diagonal in place, so SDPA needs no mask. Otherwise the extra key stands last and σ is its column of a dense
+additive mask.
+
+Half precision: σ is split into three bfloat16 parts in three more widths, which is exact; float16 and every
+dense mask are computed in float32. SDPA does not return lse.
 """
 
 import torch
@@ -68,7 +71,7 @@ def _sink_first(call: Call) -> Output:
 
 def _sink_last(call: Call) -> Output:
     dtype = call.accumulate_dtype
-    batch, heads, num_queries, _ = call.q.shape
+    heads, num_queries = call.q.shape[1:3]
     k, v = finite_keys_values(call)
     bias, seen, sink = additive_bias(call), visible(call), call.sink_logits()
     mask = call.q.new_zeros((1, 1, num_queries, k.shape[2]), dtype=dtype) if bias is None else bias

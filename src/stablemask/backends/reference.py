@@ -1,6 +1,7 @@
 """The paper's equation, dense and literal: the oracle of the library. Any device, any dtype, every argument.
 
-Scores, softmax and mask are built in float32 (float64 for float64 inputs) with the pseudo columns merged into the one logit σ.
+Scores, softmax and mask are built in float32 (float64 for float64 inputs) with the pseudo columns merged into
+the one logit σ.
 """
 
 import torch
