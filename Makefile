@@ -7,8 +7,9 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One thread a worker: two workers with two threads each would fight for two cores.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread a worker: two workers with two threads each would fight for two cores. Triton decides at its import whether it
+# interprets kernels, so the whole run does.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check fuzz bench docs test-gpu compile-gate clean
@@ -27,7 +28,7 @@ demo: $(STAMP)  ## show what StableMask does to attention, in a few seconds
 	$(BIN)/python -m stablemask.cli demo
 
 test: $(STAMP)  ## run every test that needs no GPU
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 check: $(STAMP)  ## lint, formatting, types and a strict build of the documentation
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import torch
@@ -101,6 +101,32 @@ def test_the_shapes_in_the_documentation_are_those_of_the_code() -> None:
     named = {n: get_args(t)[1] for n, t in vars(shapes).items() if get_origin(t) is Annotated}
     assert named
     assert dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|$", read("docs/api.md"), re.MULTILINE)) == named
+
+
+def test_the_table_of_back_ends_is_true() -> None:
+    q = torch.randn(1, 2, 5, 4)
+    learned = {"bias": torch.zeros(2, 5, 5, requires_grad=True)}
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+        "gradient for `bias`, `alibi_slopes`": (q, q, learned),
+        "`return_lse`": (q, q, {"return_lse": True}),
+        "`softcap`": (q, q, {"softcap": 3.0}),
+        "`dropout`": (q, q, {"dropout": 0.1}),
+        "float64": (q.double(), q.double(), {}),
+        "values wider or narrower than queries": (q, q[..., :3], {}),
+    }
+    table = re.search(r"^\| \| `cpu_flash`.*?\n\n", read("docs/backends.md"), re.MULTILINE | re.DOTALL)
+    assert table
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().splitlines()
+    )
+    said = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+    for what, (query, value, options) in calls.items():
+        reasons = stablemask.available_backends(query, query, value, 0.0, **options)
+        for backend in ("cpu_flash", "portable", "reference"):
+            assert said[what][f"`{backend}`"] == ("yes" if reasons[backend] is None else "no"), (
+                what,
+                backend,
+            )
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:

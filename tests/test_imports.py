@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"shapes", "pseudo", "backends", "attention"},
     "measuring": set(),
     "testing": OPERATION,
+    "benchmark": OPERATION | {"measuring", "testing"},
     "data": set(),
     "model": OPERATION,
     "hf": OPERATION | {"model"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": MODELS | {"data", "measuring"},
     "analysis": MODELS,
     "reproduce": EXPERIMENTS,
-    "cli": EXPERIMENTS | {"reproduce"},
+    "cli": EXPERIMENTS | {"benchmark", "reproduce"},
 }
 
 
