@@ -27,8 +27,8 @@ def probe_failure(name: str, device: torch.device) -> str | None:
     The trial runs in a thread of its own, where no autocast, inference, fake-tensor, tracing or transform
     mode of the caller holds.
     """
-    if name not in _PROBED:
-        return None
+    if name not in _PROBED or (device.type == "cuda" and not torch.cuda.is_available()):
+        return None  # on a device that is not there only fake tensors can be: traced, not run
     key = (name, device.type)
     if key not in _failures:
         results: list[str | None] = []
