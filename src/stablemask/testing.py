@@ -328,7 +328,8 @@ def check_backend(example: Example, backend: str) -> list[Deviation]:
     """Compare a back end with the reference in float64 on the same numbers: the gate before a benchmark."""
     wrt = [name for name in example.tensors() if name in ("q", "k", "v", "sink")]
     actual = evaluate(lambda e: attend(e, backend), example, wrt)
-    expected = evaluate(lambda e: attend(e, "reference"), example.double(), wrt)
+    with_lse = dataclasses.replace(example.double(), return_lse=True)
+    expected = evaluate(lambda e: attend(e, "reference"), with_lse, wrt)
     plain = plain_errors(example, causal=example.options.get("causal", True))
     return compare(actual, expected, plain, dtype=example.q.dtype)
 
