@@ -12,13 +12,13 @@ from rich.progress import (
 from rich.text import Text
 
 from stablemask.benchmark import Result
-from stablemask.measuring import Ratio
+from stablemask.measuring import Ratio, environment
 
 _STYLES = {"met": "green", "missed": "bold red", "not measured": "yellow", "WRONG": "bold white on red"}
 _COLUMNS = {
     "case": 36,
     "back end": 10,
-    "CPU, 1 thread": 15,
+    "ratio": 15,
     "A/A": 15,
     "wall, 2 threads": 15,
     "a call": 8,
@@ -49,6 +49,13 @@ def make_progress(console: Console) -> Progress:
     )
 
 
+def environment_line() -> str:
+    """The machine and the versions behind the figures that follow."""
+    about = environment()
+    machine = about["cpu"] if about["gpu"] == "none" else f"{about['cpu']}, {about['gpu']}"
+    return f"{machine}, {about['cores']} cores; PyTorch {about['torch']}; {about['date']}"
+
+
 def result_header() -> Text:
     """The titles of a table of results, which is printed line by line as they come."""
     return Text(_line(list(_COLUMNS)) + "  verdict", style="bold")
@@ -63,9 +70,9 @@ def result_row(result: Result) -> Text:
 
 
 RESULT_LEGEND = """
-Ratios are to plain causal attention: the median of the rounds ± half of its 95 % interval; A/A is that
-attention against itself. "of mm" is the share of the rate of a matrix product of that dtype. "error" is the
-largest error as a share of its budget."""
+"ratio" is to plain causal attention: the median of the rounds ± half of its 95 % interval; A/A is that
+attention against itself, the noise of the measurement. "of mm" is the share of the rate of a matrix product
+of that dtype. "error" is the largest error as a share of its budget."""
 
 
 def ratio_text(ratio: Ratio) -> str:

@@ -1,0 +1,66 @@
+"""The ``stablemask`` command.
+
+A subcommand is a module of this package with a dataclass ``Options``, from which its command line is built,
+and a function ``run(options) -> int``. To add one, write the module and give it a line in ``COMMANDS``: it is
+imported when it is asked for, and not before.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stablemask import __version__
+
+
+class Command(NamedTuple):
+    """One line of help, and the extra that installs what the command needs."""
+
+    summary: str
+    extra: str = "cli"
+
+
+COMMANDS = {
+    "demo": Command("what the operation is, that it is right and how fast it is, on this machine"),
+    "bench": Command("time a call of your choice on every back end that can serve it"),
+    "doctor": Command("versions, devices, and which back ends work here or why they do not"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code is returned."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"stablemask: got {name!r}; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        import tyro  # noqa: PLC0415 - listing the commands works without it
+
+        command = importlib.import_module(f"stablemask.cli.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.split(".")[0] == "stablemask":
+            raise
+        extra = f"pip install 'stablemask[{COMMANDS[name].extra}]'"
+        print(f"stablemask {name}: needs {missing.name}, which is not installed: {extra}", file=sys.stderr)
+        return 2
+    code: int = command.run(tyro.cli(command.Options, prog=f"stablemask {name}", args=rest))
+    return code
+
+
+def _help() -> str:
+    lines = [f"  {name:{max(map(len, COMMANDS))}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: stablemask COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "stablemask COMMAND --help lists its options.",
+        ]
+    )
