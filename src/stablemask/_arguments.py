@@ -92,6 +92,11 @@ def count_positions(
     return positions[:, positions.shape[1] - num_queries :]
 
 
+def autocasting(device_type: str) -> bool:
+    """True under autocast; devices such as ``meta`` have none and do not know the question."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _run_numbers(document_ids: DocumentIds) -> DocumentIds:
     changes = (document_ids[:, 1:] != document_ids[:, :-1]).to(torch.int64).cumsum(-1)
     return torch.nn.functional.pad(changes, (min(1, document_ids.shape[1]), 0))
@@ -152,7 +157,7 @@ def _check_tensors(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Ten
         _same_device(name, t, q)
         if t.shape[0] != q.shape[0]:
             _reject(name, _describe(t), f"the batch size of q, {q.shape[0]}")
-        if t.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if t.dtype != q.dtype and not autocasting(q.device.type):
             _reject(name, str(t.dtype), f"the dtype of q, {q.dtype}")
     if v.shape[1:3] != k.shape[1:3]:
         _reject("v", _describe(v), f"the heads and keys of k, {tuple(k.shape[1:3])}")
@@ -166,7 +171,7 @@ def _check_tensors(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Ten
 
 def _autocast(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     device = qkv[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasting(device):
         return qkv
     if any(t.dtype == torch.float64 for t in qkv):
         if len({t.dtype for t in qkv}) > 1:

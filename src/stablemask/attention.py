@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stablemask import backends
-from stablemask._arguments import Arguments, build_call
+from stablemask._arguments import Arguments, autocasting, build_call
 from stablemask._probe import probe_failure
 from stablemask.backends import BackendUnavailable
 from stablemask.backends._call import Call
@@ -374,7 +374,7 @@ def _why_not(name: str, call: Call) -> str | None:
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device_type):
+    if autocasting(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
