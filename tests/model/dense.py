@@ -121,7 +121,7 @@ def pseudo_columns(i: int, h: int, c: dict[str, Any]) -> list[float]:
 
 
 def weigh(scores: Tensor, i: int, h: int, w: Weights, p: str, c: dict[str, Any]) -> Tensor:
-    """The weights of row i: softmax over what is visible and the columns of the remedy, then the second mask."""
+    """The weights of row i: softmax over visible scores and the columns of the remedy, second mask."""
     first = 0 if c["sliding_window"] is None else max(0, i + 1 - c["sliding_window"])
     extra: list[float] = {
         "stablemask": lambda: pseudo_columns(i, h, c),

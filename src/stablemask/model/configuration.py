@@ -146,13 +146,16 @@ class StableMaskConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
-            if self.head_dim * self.num_attention_heads != self.hidden_size:
-                self._reject("hidden_size", "multiples of num_attention_heads, unless head_dim is given")
+            self._require("num_attention_heads", self.num_attention_heads > 0, "numbers > 0")
+            divides = self.hidden_size % self.num_attention_heads == 0
+            self._require(
+                "hidden_size", divides, "multiples of num_attention_heads, unless head_dim is given"
+            )
+            self.head_dim = self.hidden_size // self.num_attention_heads
         if self.base == -math.inf:
             self.base = "-inf"  # JSON has no infinity
         for name in kwargs:
-            near = get_close_matches(name, [f.name for f in fields(self)], n=1, cutoff=0.8)
+            near = get_close_matches(name, [f.name for f in fields(self)], n=1, cutoff=0.75)
             if near:
                 raise TypeError(f"{name}: the configuration has no such setting; did you mean {near[0]}?")
         self.auto_map = dict(AUTO_MAP)
@@ -241,6 +244,10 @@ class StableMaskConfig(PreTrainedConfig):
         """Write ``config.json`` and the shim that it names in ``auto_map``."""
         write_shim(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing: saved folders carry a shim for the installed package, never a copy of this file."""
 
     def _check_unused(self, choice: str, kinds: Mapping[str, Kind], chosen: str) -> None:
         defaults = {f.name: f.default for f in fields(self)}

@@ -152,7 +152,7 @@ def find_geometry(
         return _streaming(config, tokens, cache, artificial, carried)
     capacity, dropped = (length, 0) if cache is None else cache.get_mask_sizes(length, 0)
     if dropped and tokens.kept is not None and not torch.compiler.is_compiling():
-        _refuse_lost_keys(tokens.kept, dropped)
+        _refuse_lost_keys(tokens.kept[:, artificial:], dropped)
     spare = torch.compiler.is_compiling() and cache is not None and cache.is_compileable
     holes = tokens.kept is not None and tokens.documents is None and _has_holes(tokens.kept)
     filled = past + length - dropped
