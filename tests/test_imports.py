@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": MODELS | {"data", "measuring"},
     "analysis": MODELS,
     "reproduce": EXPERIMENTS,
-    "cli": EXPERIMENTS | {"benchmark", "reproduce"},
+    "cli": EXPERIMENTS | {"benchmark", "testing", "reproduce"},
 }
 
 
