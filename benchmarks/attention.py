@@ -34,8 +34,9 @@ from stablemask.cli.terminal import RESULT_LEGEND, make_console, make_progress, 
 from stablemask.measuring import MIN_ROUNDS, Rule, environment
 
 _LEGEND = f"""{RESULT_LEGEND}
-Window: ratio to the time that its pairs would take at the causal rate; 1.5 is wanted. Packed: to the
-documents one by one. Memory: ratio of peaks. Rows without a verdict are other back ends, for contrast."""
+All but the column "wall" is process time on 1 thread. Window: ratio to the time that its pairs would take at
+the causal rate; 1.5 is wanted. Packed: to the documents one by one. Memory: ratio of peaks. Rows without a
+verdict are other back ends, for contrast."""
 _MEMORY_BAR = 1.05
 _MEMORY_SECONDS = 120.0  # of one case; for the estimate of the time left
 

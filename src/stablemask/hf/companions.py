@@ -35,7 +35,7 @@ does not
 import stablemask, it does so with `trust_remote_code=True`, through `{MODULE}.py`.
 
 Everything else raises. The Auto classes of transformers do not know the model type, the class of the
-architecture refuses the labels in `config.json`, and other programs do not know the name of the
+architecture refuses the hidden size in `config.json`, and other programs do not know the name of the
 architecture.
 
 What remains possible, and runs the weights as plain attention without a word: editing `config.json` by

@@ -6,8 +6,7 @@ but StableMask, and what it writes as ``config.json`` is *sealed*. Whatever read
 this package fails:
 
 * the model type is one that transformers does not know, so the Auto classes refuse it;
-* ``id2label`` holds a sentence where every config class expects numbers, so the model's own class refuses
-  it;
+* ``hidden_size`` is a sentence, so the model's own class refuses it;
 * the architecture is one that other programs do not know either;
 * ``auto_map`` names a module beside it that imports this package, for ``trust_remote_code=True``.
 """
@@ -100,10 +99,11 @@ def seal(text: str) -> str:
     changes = {
         "architectures": architectures,
         "auto_map": {"AutoConfig": f"{companions.MODULE}.{SavedConfig.__name__}"},
-        "id2label": {_MESSAGE: ""},
         "model_type": SAVED_TYPE,
+        "hidden_size": _MESSAGE,
     }
-    replaced = {key: config[key] for key in changes if key in config}
+    # pairs, not a table: transformers takes any table in a config that has the model type it looks for
+    replaced = [[key, config[key]] for key in changes if key in config]
     return json.dumps({**config, **changes, _REPLACED: replaced}, indent=2, sort_keys=True) + "\n"
 
 
@@ -113,9 +113,8 @@ def unseal(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json: got model type {SAVED_TYPE!r} without its {_REPLACED!r} or 'stablemask' table"
         )
-    sealed = {"architectures", "auto_map", "id2label", "model_type", _REPLACED}
-    replaced: dict[str, Any] = config[_REPLACED]
-    return {key: value for key, value in config.items() if key not in sealed} | replaced
+    sealed = {"architectures", "auto_map", "model_type", "hidden_size", _REPLACED}
+    return {key: value for key, value in config.items() if key not in sealed} | dict(config[_REPLACED])
 
 
 def register() -> None:

@@ -33,28 +33,58 @@ class Tiles(NamedTuple):
     dq: Tile
 
 
-# architecture → (bits of the dtype, widest head) → tiles
-TABLE: dict[str, dict[tuple[int, int], Tiles]] = {
-    "interpreter": {
-        (bits, width): Tiles(Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1))
-        for bits in (16, 32)
-        for width in WIDTHS
-    },
-    "sm_80": {
+Entries = dict[tuple[int, int], Tiles]  # (bits of the dtype, widest head)
+
+_INTERPRETER: Entries = {
+    (bits, width): Tiles(Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1))
+    for bits in (16, 32)
+    for width in WIDTHS
+}
+# Rare on GPUs: wide heads, and float32, which has no exact matrix instructions.
+_NVIDIA_RARE: Entries = {
+    (16, 256): Tiles(Tile(64, 32, 8, 2), Tile(16, 64, 8, 1), Tile(32, 32, 8, 1)),
+    (32, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (32, 128): Tiles(Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (32, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_AMD_RARE: Entries = {
+    (16, 256): Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+    (32, 64): Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (32, 128): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
+    (32, 256): Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+TABLE: dict[str, Entries] = {
+    "interpreter": _INTERPRETER,
+    "sm_80": _NVIDIA_RARE
+    | {
         (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
         (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     },
-    "sm_90": {
-        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    # 99 KiB of shared memory: also 8.9 and 12.x, and what is not known
+    "sm_86": _NVIDIA_RARE
+    | {
+        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+        (16, 128): Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+    },
+    "sm_90": _NVIDIA_RARE
+    | {
+        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+    },
+    "sm_100": _NVIDIA_RARE
+    | {
+        (16, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 4, 2)),
         (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)),
     },
-    "sm_100": {
-        (16, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
-        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)),
-    },
-    "gfx942": {
+    "gfx942": _AMD_RARE
+    | {
         (16, 64): Tiles(Tile(128, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
         (16, 128): Tiles(Tile(128, 32, 4, 1), Tile(16, 64, 4, 1), Tile(64, 32, 4, 1)),
+    },
+    "amd": _AMD_RARE
+    | {
+        (16, 64): Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+        (16, 128): Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
     },
 }
 
