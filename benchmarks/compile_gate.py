@@ -82,7 +82,7 @@ class Variant:
     structure: Literal["none", "documents", "padding"] = "none"
 
     def constants(self) -> dict[str, int | bool | None]:
-        """Arguments whose value the compiler knows: sizes of tiles, and None for what the call does not have."""
+        """Arguments whose value the compiler knows: tile sizes, and None for what a call does not have."""
         block = max(16, 1 << (self.width - 1).bit_length())
         known: dict[str, int | bool | None] = {"D": self.width, "DV": self.width, "CAUSAL": True}
         known |= {"BLOCK_D": block, "BLOCK_DV": block, "BM": self.tile.rows, "BN": self.tile.keys}
@@ -247,9 +247,8 @@ def gate(options: Options) -> int:
         print(text, end="")
     else:
         Path(options.output).write_text(text, encoding="utf-8")
-    print(
-        f"{len(todo)} variants, {run.bad} bad, {time.perf_counter() - begin:.0f} s, Triton {triton.__version__}"
-    )
+    seconds = time.perf_counter() - begin
+    print(f"{len(todo)} variants, {run.bad} bad, {seconds:.0f} s, Triton {triton.__version__}")
     return run.bad
 
 

@@ -61,7 +61,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": meta(torch.randn(B, G, TK, D))}, ValueError, "k: got device meta"),
     ({"v": meta(torch.randn(B, G, TK, D))}, ValueError, "v: got device meta"),
     ({"q": torch.randn(B, H, TK + 1, D)}, ValueError, "q: got 14 queries for 13 keys"),
-    ({"k": torch.randn(B, G, 0, D), "v": torch.randn(B, G, 0, D)}, ValueError, "q: got 11 queries for 0 keys"),
+    (
+        {"k": torch.randn(B, G, 0, D), "v": torch.randn(B, G, 0, D)},
+        ValueError,
+        "q: got 11 queries for 0 keys",
+    ),
     ({"sink": "0"}, TypeError, "sink: got str"),
     ({"sink": True}, TypeError, "sink: got bool"),
     ({"sink": [0.0] * H}, TypeError, "sink: got list"),
@@ -97,17 +101,49 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": True}, ValueError, "dropout: got True"),
     ({"positions": ints(B, TQ)}, ValueError, "positions: got positions without key_positions"),
     ({"key_positions": ints(B, TK)}, ValueError, "positions: got None"),
-    ({"positions": ints(B, TQ), "key_positions": ints(B, TQ)}, ValueError, "key_positions: got torch.int64 of"),
-    ({"positions": ints(TQ), "key_positions": ints(B, TK)}, ValueError, "positions: got torch.int64 of shape (11,)"),
-    ({"positions": ints(1, TQ), "key_positions": ints(B, TK)}, ValueError, "positions: got torch.int64 of shape (1,"),
-    ({"positions": torch.zeros(B, TQ), "key_positions": ints(B, TK)}, ValueError, "positions: got torch.float32"),
-    ({"positions": ints(B, TQ), "key_positions": ints(B, TK).bool()}, ValueError, "key_positions: got torch.bool"),
+    (
+        {"positions": ints(B, TQ), "key_positions": ints(B, TQ)},
+        ValueError,
+        "key_positions: got torch.int64 of",
+    ),
+    (
+        {"positions": ints(TQ), "key_positions": ints(B, TK)},
+        ValueError,
+        "positions: got torch.int64 of shape (11,)",
+    ),
+    (
+        {"positions": ints(1, TQ), "key_positions": ints(B, TK)},
+        ValueError,
+        "positions: got torch.int64 of shape (1,",
+    ),
+    (
+        {"positions": torch.zeros(B, TQ), "key_positions": ints(B, TK)},
+        ValueError,
+        "positions: got torch.float32",
+    ),
+    (
+        {"positions": ints(B, TQ), "key_positions": ints(B, TK).bool()},
+        ValueError,
+        "key_positions: got torch.bool",
+    ),
     ({"positions": ints(B, TQ), "key_positions": [[0] * TK] * B}, TypeError, "key_positions: got list"),
-    ({"positions": ints(B, TQ), "key_positions": meta(ints(B, TK))}, ValueError, "key_positions: got device meta"),
+    (
+        {"positions": ints(B, TQ), "key_positions": meta(ints(B, TK))},
+        ValueError,
+        "key_positions: got device meta",
+    ),
     ({"key_mask": torch.ones(B, TK)}, ValueError, "key_mask: got torch.float32"),
     ({"key_mask": ints(B, TK)}, ValueError, "key_mask: got torch.int64"),
-    ({"key_mask": torch.ones(B, TQ, dtype=torch.bool)}, ValueError, "key_mask: got torch.bool of shape (2, 11)"),
-    ({"key_mask": torch.ones(1, TK, dtype=torch.bool)}, ValueError, "key_mask: got torch.bool of shape (1, 13)"),
+    (
+        {"key_mask": torch.ones(B, TQ, dtype=torch.bool)},
+        ValueError,
+        "key_mask: got torch.bool of shape (2, 11)",
+    ),
+    (
+        {"key_mask": torch.ones(1, TK, dtype=torch.bool)},
+        ValueError,
+        "key_mask: got torch.bool of shape (1, 13)",
+    ),
     ({"key_mask": torch.ones(TK, dtype=torch.bool)}, ValueError, "key_mask: got torch.bool of shape (13,)"),
     ({"key_mask": True}, TypeError, "key_mask: got bool"),
     ({"key_mask": meta(torch.ones(B, TK, dtype=torch.bool))}, ValueError, "key_mask: got device meta"),
@@ -133,14 +169,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": torch.zeros(H, TK, TQ)}, ValueError, "bias: got torch.float32 of shape (6, 13, 11)"),
     ({"bias": torch.zeros(G, TQ, TK)}, ValueError, "bias: got torch.float32 of shape (3, 11, 13)"),
     ({"bias": torch.zeros(3, H, TQ, TK)}, ValueError, "bias: got torch.float32 of shape (3, 6, 11, 13)"),
-    ({"bias": torch.zeros(1, B, H, TQ, TK)}, ValueError, "bias: got torch.float32 of shape (1, 2, 6, 11, 13)"),
+    (
+        {"bias": torch.zeros(1, B, H, TQ, TK)},
+        ValueError,
+        "bias: got torch.float32 of shape (1, 2, 6, 11, 13)",
+    ),
     ({"bias": torch.zeros(H, TQ, 1)}, ValueError, "bias: got torch.float32 of shape (6, 11, 1)"),
     ({"bias": torch.zeros(H, TQ, TK, dtype=torch.bool)}, ValueError, "bias: got torch.bool"),
     ({"bias": 0.0}, TypeError, "bias: got float"),
     ({"bias": meta(torch.zeros(H, TQ, TK))}, ValueError, "bias: got device meta"),
     ({"backend": "flash"}, ValueError, "backend: got 'flash'"),
     ({"backend": 3}, ValueError, "backend: got 3"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[message for *_, message in BAD])
@@ -308,8 +348,15 @@ def test_nan_in_the_sink_is_seen(backend: str) -> None:
 
 
 SIZES = [
-    {"B": 0}, {"H": 0, "G": 0}, {"TQ": 0}, {"TQ": 0, "TK": 0}, {"DV": 0}, {"TQ": 1, "TK": 1}, {"TQ": 1}, {"D": 1, "DV": 1},
-]  # fmt: skip
+    {"B": 0},
+    {"H": 0, "G": 0},
+    {"TQ": 0},
+    {"TQ": 0, "TK": 0},
+    {"DV": 0},
+    {"TQ": 1, "TK": 1},
+    {"TQ": 1},
+    {"D": 1, "DV": 1},
+]
 
 
 @SERVING

@@ -117,7 +117,7 @@ def test_load_says_what_it_needs(folder: Path, tmp_path: Path) -> None:
 OPENERS = {
     "the auto class": "T.AutoModelForCausalLM.from_pretrained(PATH)",
     "the auto class, told sdpa": "T.AutoModelForCausalLM.from_pretrained(PATH, attn_implementation='sdpa')",
-    "the auto class, told not to trust": "T.AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=False)",
+    "the auto class, not to trust": "T.AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=False)",
     "the auto class without a head": "T.AutoModel.from_pretrained(PATH)",
     "the auto config": "T.AutoConfig.from_pretrained(PATH)",
     "a pipeline": "T.pipeline('text-generation', model=PATH)",

@@ -1,4 +1,4 @@
-"""The window cache and the StreamingLLM baseline: what they compute, and that they neither grow nor slow down."""
+"""The window cache and the StreamingLLM baseline: what they compute; that they neither grow nor slow down."""
 
 import time
 from collections.abc import Iterator
@@ -175,7 +175,7 @@ class Meter(BaseStreamer):
         self.seconds: list[float] = []
         self.megabytes: list[float] = []
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: Tensor) -> None:  # noqa: ARG002 - the signature of transformers
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         self.seconds.append(time.process_time())
         self.megabytes.append(pages * 4096 / 2**20)
