@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import stablemask
 from stablemask.model import StableMaskForCausalLM
 from tests.model import tiny
 
@@ -57,7 +58,13 @@ def run(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess
         text=True,
         check=False,
         cwd=folder,
-        env={"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""},
+        env={
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": "",
+            "PYTHONPATH": str(Path(stablemask.__file__).parents[1]),
+        },
     )
 
 

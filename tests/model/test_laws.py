@@ -1,6 +1,6 @@
 """Laws for every position encoding and remedy, whatever the logits are; test_oracle.py says what they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,8 +24,9 @@ CACHES: dict[str, Callable[[StableMaskForCausalLM], Cache]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> None:
-    torch.set_grad_enabled(False)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def whole(model: StableMaskForCausalLM, ids: Tensor) -> Tensor:
