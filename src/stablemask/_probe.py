@@ -20,7 +20,6 @@ _TOLERANCE = 1e-4
 _failures: dict[tuple[str, str], str | None] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def probe_failure(name: str, device: torch.device) -> str | None:
     """None if the back end agrees with the reference on this kind of device, else what went wrong.
 
@@ -41,6 +40,10 @@ def probe_failure(name: str, device: torch.device) -> str | None:
                 f"stablemask: back end {name!r} is not used: {results[0]}", RuntimeWarning, stacklevel=2
             )
     return _failures[key]
+
+
+# torch.compiler.assume_constant_result does this and imports the compiler first, which is too dear for an import
+probe_failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _try(name: str, device: torch.device) -> str | None:
