@@ -6,7 +6,8 @@ them, and run it. The maths is in ``stablemask.pseudo``, the rule of visibility 
 ``stablemask.backends._call``.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal, overload
 
 import torch
@@ -32,6 +33,10 @@ from stablemask.shapes import (
     Sink,
     Values,
 )
+
+Observer = Callable[[Call, RowLogits], None]
+
+_observers: list[Observer] = []
 
 
 @overload
@@ -350,7 +355,20 @@ def cu_seqlens_from_documents(document_ids: Annotated[Tensor, "1 Tk"]) -> Annota
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Show every call of the operation, and its lse', to ``observer``. Not those of compiled code."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
 def _attend(call: Call, backend: str | None) -> Output | tuple[Output, RowLogits]:
+    wanted = call.return_lse
+    if _observers:
+        call = call._replace(return_lse=True)
     name = _choose(call) if backend is None else backend
     if backend is not None:
         reason = _why_not(name, call)
@@ -358,7 +376,9 @@ def _attend(call: Call, backend: str | None) -> Output | tuple[Output, RowLogits
             raise BackendUnavailable(f"backend: {name!r} cannot serve this call: {reason}")
     with _without_autocast(call.q.device.type):
         out, lse = backends.module(name).run(call)
-    return (out, lse) if call.return_lse else out
+    for observe in _observers:
+        observe(call, lse)
+    return (out, lse) if wanted else out
 
 
 def _choose(call: Call) -> str:
