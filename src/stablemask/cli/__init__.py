@@ -2,7 +2,7 @@
 
 A subcommand is a module of this package with a dataclass ``Options``, from which its command line is built,
 and a function ``run(options) -> int``. To add one, write the module and give it a line in ``COMMANDS``: it is
-imported when it is asked for, and not before.
+imported when it is asked for, and not before. A command may have two words.
 """
 
 import importlib
@@ -14,22 +14,26 @@ from stablemask import __version__
 
 
 class Command(NamedTuple):
-    """One line of help, and the extra that installs what the command needs."""
+    """One line of help, the extras that install what the command needs, and its module if named otherwise."""
 
     summary: str
     extra: str = "cli"
+    module: str = ""
 
 
 COMMANDS = {
     "demo": Command("what the operation is, that it is right and how fast it is, on this machine"),
     "bench": Command("time a call of your choice on every back end that can serve it"),
     "doctor": Command("versions, devices, and which back ends work here or why they do not"),
+    "eval": Command("perplexity and other evaluations of a trained model", "cli,eval", "evaluate"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name in ("-h", "--help"):
         print(_help())
         return 0
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import tyro  # noqa: PLC0415 - listing the commands works without it
 
-        command = importlib.import_module(f"stablemask.cli.{name}")
+        command = importlib.import_module(f"stablemask.cli.{COMMANDS[name].module or name}")
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.split(".")[0] == "stablemask":
             raise
