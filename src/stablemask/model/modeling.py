@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -22,6 +23,7 @@ from stablemask.model.cache import StreamingCache
 from stablemask.model.configuration import POSITIONS, REMEDIES, StableMaskConfig
 from stablemask.model.geometry import Geometry
 from stablemask.model.inputs import Terms, find_terms, place, pseudo_rows
+from stablemask.model.loss import OutputLayer, causal_loss
 from stablemask.model.positions import Positions
 from stablemask.model.remedies import ArtificialTokens, drop_artificial, toeplitz_attention
 from stablemask.model.sizes import describe
@@ -308,7 +310,7 @@ class StableMaskForCausalLM(StableMaskPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = StableMaskModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -322,9 +324,10 @@ class StableMaskForCausalLM(StableMaskPreTrainedModel, GenerationMixin):
         labels: TokenIds | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss where ``labels`` are given; everything else as in ``StableMaskModel.forward``.
+        """Logits, or the loss where ``labels`` are given; everything else as in ``StableMaskModel.forward``.
 
         Args:
             input_ids: As in ``StableMaskModel.forward``.
@@ -335,6 +338,8 @@ class StableMaskForCausalLM(StableMaskPreTrainedModel, GenerationMixin):
             labels: The tokens themselves; the loss shifts them by one and skips −100.
             use_cache: As in ``StableMaskModel.forward``.
             logits_to_keep: Only the logits of so many last tokens, or of these; 0 keeps all.
+            skip_logits: Return the loss alone, computed without the logits ever standing whole. By default
+                in training mode where ``labels`` are given.
             kwargs: As in ``StableMaskModel.forward``, and what the loss function takes.
         """
         out = self.model(
@@ -347,16 +352,28 @@ class StableMaskForCausalLM(StableMaskPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits: Logits = self.lm_head(out.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
+        hidden: Hidden = out.last_hidden_state
+        loss, logits = None, None
+        if labels is not None and (self.training if skip_logits is None else skip_logits):
+            loss = self._loss_alone(hidden, labels, **kwargs)
+        if loss is None:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
+        if labels is not None and loss is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
+
+    def _loss_alone(self, hidden: Hidden, labels: TokenIds, **kwargs: Any) -> Tensor | None:
+        """The loss in chunks; None where only logits will do: adapters, split vocabularies, other losses."""
+        layer = self.lm_head
+        split = isinstance(layer.weight, DTensor) and "tp" in (layer.weight.device_mesh.mesh_dim_names or ())
+        if split or not isinstance(layer, OutputLayer) or self.loss_function is not ForCausalLMLoss:
+            return None
+        return causal_loss(layer, hidden, labels, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(
