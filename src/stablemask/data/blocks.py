@@ -31,8 +31,8 @@ class Blocks(Dataset[Block]):
     Attributes:
         length: Tokens in a block, T.
         packing: As in ``DataConfig``.
-        num_bytes: Bytes of UTF-8 that the tokens of all blocks stand for. A model's bits per byte are its mean
-            loss a token, in bits, × ``num_tokens`` / ``num_bytes``.
+        num_bytes: Bytes of UTF-8 that the tokens of all blocks stand for. A model's bits per byte are
+            its mean loss a token, in bits, × ``num_tokens`` / ``num_bytes``.
     """
 
     def __init__(self, tokens: Tokens, length: int, packing: Packing, num_bytes: int) -> None:

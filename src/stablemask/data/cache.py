@@ -28,8 +28,7 @@ def entry(folder: Path, name: str, is_whole: Callable[[Path], bool], make: Calla
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    with lock:
-        lock.release()  # the block holds it too
+    try:
         if is_whole(final):
             return final
         begun = folder / f"{name}.begun"
@@ -41,6 +40,8 @@ def entry(folder: Path, name: str, is_whole: Callable[[Path], bool], make: Calla
                 shutil.rmtree(final)
             begun.rename(final)
             sync(folder)
+    finally:
+        lock.release()
     return final
 
 
@@ -53,7 +54,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"cache: {str(folder)!r} cannot be written: {error.strerror or error}; allowed: a folder with "
-            "enough space that this user may write (option `cache`). The same call continues from what is finished",
+            "enough space that this user may write (option `cache`). The same call continues what is begun",
         ) from error
 
 

@@ -131,7 +131,7 @@ def open_local(
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files below a folder, by name. What is met again through a link, and what is hidden, is left out."""
+    """All files below a folder, by name, without hidden ones and what a link leads to a second time."""
     found: list[Path] = []
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):

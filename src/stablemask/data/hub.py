@@ -54,7 +54,7 @@ def open_dataset(name: str, option: str, column: str, begins: re.Pattern[str] | 
         found = datasets.load_dataset("/".join([owner, *rest[:1]]), *rest[1:])
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{option}: got {name!r}, which is nothing on this disk and cannot be loaded from the hub: {error}"
+            f"{option}: got {name!r}, which is not on this disk and cannot be loaded from the hub: {error}"
         ) from error
     return named_splits(found, name, option, column, begins)
 
