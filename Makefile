@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz bench docs test-gpu compile-gate clean
+.PHONY: help setup demo test check fuzz bench docs figures test-gpu compile-gate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ check: $(STAMP)  ## lint, formatting, types and a strict build of the documentat
 
 docs: $(STAMP)  ## build the documentation into site/, warnings being errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+figures: $(STAMP)  ## draw the pictures of the documentation again
+	$(BIN)/python docs/figures/make.py
 
 fuzz: $(STAMP)  ## random calls against the oracle for MINUTES=5
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
