@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from stablemask.attention import sink_attention
-from stablemask.hf.schema import from_table
+from stablemask.hf.schema import split_base
 from stablemask.pseudo import PseudoScores
 from stablemask.shapes import DocumentIds, KeyMask, Keys, Queries, RowLogits, Values
 
@@ -219,14 +219,14 @@ def stablemask_attention(
         softcap: Limit of the real scores.
         s_aux: Learned sinks of the model; they stand beside ours.
     """
-    scores = from_table(getattr(module.config, "stablemask", None))
+    scores, raised = split_base(getattr(module.config, "stablemask", None))
     rows = _given_mask(attention_mask, position_ids) if isinstance(attention_mask, Tensor) else attention_mask
     if not isinstance(rows, Rows):
         raise TypeError(
             f"attention_mask: {type(module).__name__} got {type(rows).__name__}; this model makes its "
             "mask without the AttentionMaskInterface of transformers"
         )
-    sink = _sink(rows, position_ids, scores, module, query, s_aux)
+    sink = _sink(rows, position_ids, scores, raised, module, query, s_aux)
     if rows.visible is not None:
         hidden = query.new_zeros(()).masked_fill(~rows.visible, -math.inf)
         out = sink_attention(
@@ -260,6 +260,7 @@ def _sink(
     rows: Rows,
     position_ids: Positions | None,
     scores: PseudoScores,
+    raised: float | None,
     module: AttentionLayer,
     query: Queries,
     s_aux: Tensor | None,
@@ -269,6 +270,7 @@ def _sink(
         return s_aux
     logits = rows.logits(position_ids, scores, module.config.num_attention_heads, query.dtype)
     logits = logits[:, _local_heads(module, query.shape[1])]
+    logits = logits if raised is None else logits + raised
     return logits if s_aux is None else torch.logaddexp(logits, s_aux.to(logits.dtype)[:, None])
 
 
