@@ -28,7 +28,7 @@ demo: $(STAMP)  ## show what StableMask does to attention, in a few seconds
 	$(BIN)/python -m stablemask.cli demo
 
 test: $(STAMP)  ## run every test that needs no GPU
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --ignore=tests/gpu $(PYTEST_ARGS)
 
 check: $(STAMP)  ## lint, formatting, types and a strict build of the documentation
 	$(BIN)/ruff check .

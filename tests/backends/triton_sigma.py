@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from stablemask.backends.triton._parts import closed_form
+from stablemask.backends._closed_form import closed_form
 
 
 @triton.jit(do_not_specialize=("gamma", "base", "horizon"))

@@ -12,12 +12,12 @@ from types import ModuleType
 
 import torch
 
-NAMES = ("triton", "cpu_flash", "flex", "portable", "reference")
+NAMES = ("triton", "cuda_flash", "cpu_flash", "flex", "portable", "reference")
 _PREFERENCE = {
-    "cpu": ("cpu_flash", "portable", "reference", "flex", "triton"),
-    "cuda": ("triton", "flex", "portable", "reference", "cpu_flash"),
+    "cpu": ("cpu_flash", "portable", "reference", "flex", "triton", "cuda_flash"),
+    "cuda": ("cuda_flash", "triton", "flex", "portable", "reference", "cpu_flash"),
 }
-_PREFERENCE_ELSEWHERE = ("portable", "reference", "flex", "triton", "cpu_flash")
+_PREFERENCE_ELSEWHERE = ("portable", "reference", "flex", "triton", "cuda_flash", "cpu_flash")
 
 
 class BackendUnavailable(ValueError):
@@ -39,6 +39,10 @@ def module(name: str) -> ModuleType:
         from stablemask.backends import cpu_flash
 
         return cpu_flash
+    if name == "cuda_flash":
+        from stablemask.backends import cuda_flash
+
+        return cuda_flash
     if name == "portable":
         from stablemask.backends import portable
 

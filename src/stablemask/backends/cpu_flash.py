@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stablemask.backends import _cpu_tiles as tiles
 from stablemask.backends._call import Call
+from stablemask.backends._stock import sink_gradient, through_lse
 from stablemask.pseudo import in_function_transform, tracing
 from stablemask.shapes import Output, RowLogits
 
@@ -137,41 +138,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sink, out, lse, *tensors = ctx.saved_tensors
     geometry = (*tensors, *ctx.scalars)
+
+    def backward(*operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(*operands, *geometry)
+        return dq, dk, dv
+
     unused: tuple[None, ...] = (None,) * len(geometry)
     dq = dk = dv = dsink = None
     if grad is not None:
-        dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(grad, q, k, v, out, lse, *geometry)
+        dq, dk, dv = backward(grad, q, k, v, out, lse)
     if grad_lse is not None:
-        dq_lse, dk_lse = _through_lse(grad_lse, q, k, v, out, lse, geometry)
+        dq_lse, dk_lse = through_lse(backward, grad_lse, q, k, v, out, lse)
         dq, dk = (dq_lse, dk_lse) if dq is None or dk is None else (dq + dq_lse, dk + dk_lse)
     if ctx.needs_input_grad[3]:
-        dsink = _sink_gradient(sink, grad, grad_lse, out, lse)
+        dsink = sink_gradient(sink, grad, grad_lse, out, lse)
     return dq, dk, dv, dsink, *unused
-
-
-def _through_lse(
-    grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    """dS = P · dlse: what the backward kernel computes for v = e₁, dout = dlse · e₁ and out = 0."""
-    first = torch.zeros_like(v)
-    first[..., 0] = 1.0
-    grad = torch.zeros_like(out)
-    grad[..., 0] = grad_lse.to(grad.dtype)
-    dq, dk, _ = torch.ops.stablemask.cpu_flash_backward(
-        grad, q, k, first, torch.zeros_like(out), lse, *geometry
-    )
-    return dq, dk
-
-
-def _sink_gradient(
-    sink: Tensor, grad: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> Tensor:
-    """dσ_i = exp(σ_i − lse'_i) · (dlse'_i − rowsum(dout ⊙ out')_i)."""
-    row = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    if grad is not None:
-        row = row - (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    mass = torch.exp(sink - lse).masked_fill(sink == -torch.inf, 0.0)
-    return (mass * row).sum_to_size(sink.shape)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

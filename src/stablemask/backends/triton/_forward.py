@@ -6,10 +6,10 @@ Adding σ after the loop keeps the weights in the loop as large as those of plai
 import triton
 import triton.language as tl
 
+from stablemask.backends._closed_form import closed_form
 from stablemask.backends.triton._parts import (
     LN2,
     LOG2E,
-    closed_form,
     keys_of_rows,
     load_bounds,
     load_rows,

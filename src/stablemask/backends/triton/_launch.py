@@ -1,11 +1,10 @@
 """From tensors to kernel launches: layouts, tiles and grids."""
 
-from functools import lru_cache
-
 import torch
 import triton
 from torch import Tensor
 
+from stablemask.backends._closed_form import gammas_on
 from stablemask.backends.triton import _tiles
 from stablemask.backends.triton._backward import delta_kernel, dkdv_kernel, dq_kernel
 from stablemask.backends.triton._forward import forward_kernel
@@ -43,7 +42,7 @@ def forward(
             out,
             lse,
             sink,
-            None if gammas is None else _gammas_on(tuple(gammas), q.device),
+            None if gammas is None else gammas_on(tuple(gammas), q.device),
             slopes,
             rows,
             keys,
@@ -165,12 +164,6 @@ def empty_output(q: Queries, v: Values) -> Output:
 def empty_lse(q: Queries) -> RowLogits:
     """(B, H, Tq) in float32."""
     return q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@lru_cache(maxsize=64)
-def _gammas_on(gammas: tuple[float, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):
-        return torch.tensor(gammas, dtype=torch.float32, device=device)
 
 
 def _unit_stride(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels share: σ in closed form, loads, scores, visibility, and which tiles need a mask at all.
+"""What the kernels share: loads, scores, visibility, and which tiles need a mask at all.
 
 Shapes: [BM] query rows and [BN] keys of one tile; scores are [BM, BN], and [BN, BM] in dk/dv, in base 2.
 Arguments that a call does not have are None, a constant to the compiler: their code vanishes.
@@ -9,38 +9,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _near(x):
-    # G(x) for x < 1, of min(x, 1) elsewhere
-    x = tl.minimum(x, 1.0)
-    xx = x * x
-    return -0.5 * x + xx * (1.0 / 24) - xx * xx * (1.0 / 2880) + xx * xx * xx * (1.0 / 181440)
-
-
-@triton.jit
-def _far(x):
-    # log(1 − e^−x) for x ≥ 1, of max(x, 1) elsewhere
-    return tl.log(1.0 - tl.exp(-tl.maximum(x, 1.0)))
-
-
-@triton.jit
-def closed_form(position, gamma, base, horizon):
-    """σ of the rows at 0-based ``position`` [BM]; ``horizon`` None is infinite."""
-    i = position + 1
-    log_gamma = tl.log(tl.where(gamma > 0, gamma, 1.0))
-    one = tl.where(gamma < 1, _near(gamma), _far(gamma) - log_gamma)  # G(γ)
-    sigma = base - i.to(tl.float32) * gamma
-    if horizon is None:
-        sigma = sigma - log_gamma - one
-    else:
-        count = tl.where(i < horizon, horizon - i, 1).to(tl.float32)
-        x = count * gamma
-        # log c + G(cγ); where x ≥ 1 log c cancels against −log(cγ)
-        columns = tl.where(x < 1, tl.log(count) + _near(x), _far(x) - log_gamma)
-        sigma = tl.where(i == horizon, float("-inf"), sigma + columns - one)
-    return sigma
 
 
 @triton.jit

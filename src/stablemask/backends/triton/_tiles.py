@@ -43,8 +43,8 @@ _INTERPRETER: Entries = {
 # Rare on GPUs: wide heads, and float32, which has no exact matrix instructions.
 _NVIDIA_RARE: Entries = {
     (16, 256): Tiles(Tile(64, 32, 8, 2), Tile(16, 64, 8, 1), Tile(32, 32, 8, 1)),
-    (32, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    (32, 128): Tiles(Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (32, 64): Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (32, 128): Tiles(Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
     (32, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _AMD_RARE: Entries = {
@@ -57,8 +57,8 @@ TABLE: dict[str, Entries] = {
     "interpreter": _INTERPRETER,
     "sm_80": _NVIDIA_RARE
     | {
-        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
-        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 8, 2), Tile(64, 64, 4, 2)),
+        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)),
     },
     # 99 KiB of shared memory: also 8.9 and 12.x, and what is not known
     "sm_86": _NVIDIA_RARE
@@ -68,13 +68,13 @@ TABLE: dict[str, Entries] = {
     },
     "sm_90": _NVIDIA_RARE
     | {
-        (16, 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+        (16, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 4, 3)),
+        (16, 128): Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 8, 2), Tile(64, 64, 4, 2)),
     },
     "sm_100": _NVIDIA_RARE
     | {
         (16, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 4, 2)),
-        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)),
+        (16, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     },
     "gfx942": _AMD_RARE
     | {
