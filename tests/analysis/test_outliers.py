@@ -88,6 +88,7 @@ def test_perplexity_and_its_gap() -> None:
     assert not any(m._forward_pre_hooks for m in built.modules())
 
 
+@torch.no_grad()
 def test_one_outlier_takes_the_precision_of_every_token() -> None:
     built = model()
     texts = [tokens(2, 60)]
