@@ -13,26 +13,35 @@ SENTENCES = (
     "Question: what falls from the sky in winter?\nAnswer: snow, and sometimes rain.",
     "A stable mask leaves the surplus of attention where nobody reads it.",
 )
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-VOCABULARY = 300
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('no such role') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+VOCABULARY = 140
+PRINTABLE = [
+    *map(chr, range(0x21, 0x7F)),
+    "Ġ",
+    "Ċ",
+]  # the last two are how ByteLevel writes a space and a newline
 
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, so that every text has tokens; with a chat template."""
+    """Each of its tokens is ASCII text, so that whatever a random model writes can be cut anywhere."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<pad>", "<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=PRINTABLE,
         show_progress=False,
     )
     trained.train_from_iterator(SENTENCES, trainer)
     special = {"pad_token": "<pad>", "eos_token": "<end>", "bos_token": "<end>"}
     made = PreTrainedTokenizerFast(tokenizer_object=trained, **special)
     made.chat_template = TEMPLATE
+    assert len(made) == VOCABULARY
     return made
 
 

@@ -24,6 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("what the operation is, that it is right and how fast it is, on this machine"),
     "bench": Command("time a call of your choice on every back end that can serve it"),
+    "serve": Command("an OpenAI-compatible server for a model with StableMask", extra="cli,serve"),
     "doctor": Command("versions, devices, and which back ends work here or why they do not"),
     "eval": Command("perplexity and other evaluations of a trained model", "cli,eval", "evaluate"),
 }
