@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from stablemask.data.sources import Fragment
+from stablemask.data.fragments import Fragment
+from stablemask.data.progress import Bar
 
 # Not every distribution has the tests; what was installed beside the library is not part of it.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -43,7 +44,7 @@ class StandardLibrary:
         """Characters."""
         return sum(len(document.text) for document in self.documents)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, bar: Bar) -> str:  # noqa: ARG002 - it is quick
         """The hash of all names and texts."""
         digest = hashlib.blake2b(digest_size=16)
         for name, text in self.documents:

@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
+from stablemask.data.progress import Bar
 
 # A file changed this recently, in seconds, can change again without its time stamps showing it.
 _UNSETTLED = 3.0
+_CHUNK = 2**23
 
 
-def entry(folder: Path, name: str, is_whole: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
+def entry(
+    folder: Path, name: str, is_whole: Callable[[Path], bool], make: Callable[[Path], None], bar: Bar
+) -> Path:
     """The entry of a name, made by ``make`` in a folder of its own if it is not there.
 
     Of several processes that ask at once, one makes it and the others wait. What a process that died has
@@ -27,7 +32,7 @@ def entry(folder: Path, name: str, is_whole: Callable[[Path], bool], make: Calla
     lock = FileLock(folder / f"{name}.lock")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        _wait(lock, bar)
     try:
         if is_whole(final):
             return final
@@ -43,6 +48,14 @@ def entry(folder: Path, name: str, is_whole: Callable[[Path], bool], make: Calla
     finally:
         lock.release()
     return final
+
+
+def _wait(lock: FileLock, bar: Bar) -> None:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        with bar.task("waiting for another process that makes the same", None):
+            lock.acquire()
 
 
 @contextmanager
@@ -85,15 +98,19 @@ def key(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def file_hash(path: Path, cache: Path) -> str:
+def file_hash(path: Path, cache: Path, bar: Bar) -> str:
     """The hash of a file's content, read again only if the file changed since it was last asked for."""
     status = path.stat()
     state = [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     memory = cache / "hashes" / f"{key(state)}.txt"
     if memory.is_file():
         return memory.read_text(encoding="utf-8")
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file, bar.task(f"hashing {path.name}", status.st_size) as advance:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(file.tell(), "")
+    found = digest.hexdigest()
     if time.time() - status.st_ctime > _UNSETTLED and os.access(cache, os.W_OK):
         memory.parent.mkdir(exist_ok=True)
         write_atomically(memory, found)

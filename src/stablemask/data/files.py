@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -19,12 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stablemask.data import cache as disk
-from stablemask.data.sources import PIECE, Fragment, Source
+from stablemask.data.fragments import PIECE, Fragment, Reading, Source
+from stablemask.data.progress import Bar
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 ALLOWED = f"{', '.join(KINDS)}; .txt and .jsonl also compressed ({', '.join(COMPRESSIONS)})"
-_SPLIT_NAMES = {
+SPLIT_NAMES = {
     "train": "train",
     "training": "train",
     "valid": "valid",
@@ -42,35 +42,26 @@ class Files:
 
     name: str
     paths: tuple[Path, ...]
-    column: str
-    begins: re.Pattern[str] | None
-    cache: Path
+    reading: Reading
 
     @property
     def total(self) -> int:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.paths)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, bar: Bar) -> str:
         """The hashes of the files' contents, in order, and what is read of them."""
-        parts = [disk.file_hash(path, self.cache) for path in self.paths]
-        parts += [kind_of(path) or "" for path in self.paths]
-        parts += [self.column, "" if self.begins is None else self.begins.pattern]
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+        hashes = [disk.file_hash(path, self.reading.cache, bar) for path in self.paths]
+        return disk.key(hashes, [path.suffixes[-2:] for path in self.paths], self.reading.key())
 
     def fragments(self) -> Iterator[Fragment]:
         """The text of all files."""
         before = 0
         for path in self.paths:
             kind = kind_of(path)
-            if kind == ".parquet":
-                found = _parquet(path, self.column, self.begins)
-            elif kind == ".jsonl":
-                found = _jsonl(path, self.column, self.begins)
-            else:
-                found = _txt(path, self.begins)
+            assert kind is not None
             first = True  # of the file: documents end with their file
-            for text, starts, read in found:
+            for text, starts, read in _READERS[kind](path, self.reading):
                 yield Fragment(text, starts or first, before + read)
                 first = False
             before += path.stat().st_size
@@ -90,17 +81,20 @@ def kind_of(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in KINDS else None
 
 
-def open_local(
-    path: Path, option: str, column: str, begins: re.Pattern[str] | None, cache: Path
-) -> dict[str, Source]:
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a folder was written by ``save_to_disk`` of datasets."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def open_local(path: Path, reading: Reading) -> dict[str, Source]:
     """The splits of a file or folder: a folder may have them as files or folders named after them."""
 
     def files(paths: list[Path]) -> Source:
-        return Files(str(path), tuple(paths), column, begins, cache)
+        return Files(str(path), tuple(paths), reading)
 
     if path.is_file():
         if kind_of(path) is None:
-            raise ValueError(f"{option}: got {str(path)!r}; allowed: {ALLOWED}")
+            raise ValueError(f"{reading.option}: got {str(path)!r}; allowed: {ALLOWED}")
         return {"train": files([path])}
     found = _walk(path)
     usable = [file for file in found if kind_of(file) is not None]
@@ -108,22 +102,22 @@ def open_local(
     if not usable:
         suffixes = sorted({"".join(file.suffixes[-2:]) or file.name for file in found})
         raise ValueError(
-            f"{option}: got the folder {str(path)!r} with {', '.join(suffixes[:9]) or 'no files'}; "
+            f"{reading.option}: got the folder {str(path)!r} with {', '.join(suffixes[:9]) or 'no files'}; "
             f"allowed: {ALLOWED}"
         )
     if len(kinds) > 1:
         raise ValueError(
-            f"{option}: got the folder {str(path)!r} with {' and '.join(kinds)}; allowed: files of one kind"
+            f"{reading.option}: got the folder {str(path)!r} with {' and '.join(kinds)}; allowed: one of them"
         )
     splits: dict[str, list[Path]] = {}
     for file in usable:
         splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
     if set(splits) == {""}:
         return {"train": files(splits[""])}
-    if "" in splits or (option == "source" and "train" not in splits):
+    if "" in splits or (reading.option == "source" and "train" not in splits):
         named = {split or "no split": files[0].name for split, files in sorted(splits.items())}
         raise ValueError(
-            f"{option}: got the folder {str(path)!r} with files of "
+            f"{reading.option}: got the folder {str(path)!r} with files of "
             f"{', '.join(f'{split} ({name})' for split, name in named.items())}; allowed: every file, or the "
             "folder it is in, is named after a split (train, valid or test), or none is; train must be there"
         )
@@ -153,7 +147,7 @@ def _walk(folder: Path) -> list[Path]:
 def _split_of(path: Path) -> str:
     """The split that a word of a file's name says, or else the name of a folder above it; '' if none."""
     for part in (*re.split(r"[^A-Za-z]+", path.name), *reversed(path.parts[:-1])):
-        if split := _SPLIT_NAMES.get(part.lower()):
+        if split := SPLIT_NAMES.get(part.lower()):
             return split
     return ""
 
@@ -178,23 +172,23 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise ValueError(f"{path}: cannot be read as a {suffix} file: {error}") from error
 
 
-def _txt(path: Path, begins: re.Pattern[str] | None) -> Iterator[Fragment]:
+def _txt(path: Path, reading: Reading) -> Iterator[Fragment]:
     with _opened(path) as (content, tell):
         file = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
         line_starts = True
         while True:
             try:
-                text = file.read(PIECE) if begins is None else file.readline(PIECE)
+                text = file.read(PIECE) if reading.begins is None else file.readline(PIECE)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}: is not UTF-8: {error}") from error
             if not text:
                 return
-            starts = begins is not None and line_starts and begins.match(text) is not None
+            starts = line_starts and reading.begins is not None and reading.begins.match(text) is not None
             line_starts = text.endswith("\n")
             yield Fragment(text, starts, tell())
 
 
-def _jsonl(path: Path, column: str, begins: re.Pattern[str] | None) -> Iterator[Fragment]:
+def _jsonl(path: Path, reading: Reading) -> Iterator[Fragment]:
     with _opened(path) as (content, tell):
         for number, line in enumerate(content, 1):
             if not line.strip():
@@ -206,41 +200,46 @@ def _jsonl(path: Path, column: str, begins: re.Pattern[str] | None) -> Iterator[
                 raise ValueError(f"{where}: is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise TypeError(
-                    f"{where}: got {type(row).__name__}; allowed: an object with text in {column!r}"
+                    f"{where}: got {type(row).__name__}; allowed: an object with text in {reading.column!r}"
                 )
-            if column not in row:
-                raise missing_column(where, column, list(row))
-            yield from row_fragments(row[column], where, begins, tell())
+            if reading.column not in row:
+                raise missing_column(where, reading, list(row))
+            yield from row_fragments(row[reading.column], where, reading, tell())
 
 
-def _parquet(path: Path, column: str, begins: re.Pattern[str] | None) -> Iterator[Fragment]:
+def _parquet(path: Path, reading: Reading) -> Iterator[Fragment]:
     size = path.stat().st_size
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as a .parquet file: {error}") from error
     with file:
-        if column not in file.schema_arrow.names:
-            raise missing_column(str(path), column, file.schema_arrow.names)
+        if reading.column not in file.schema_arrow.names:
+            raise missing_column(str(path), reading, file.schema_arrow.names)
         rows = file.metadata.num_rows
         number = 0
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
+        for batch in file.iter_batches(batch_size=256, columns=[reading.column]):
             for value in batch.column(0):
                 number += 1
                 where = f"{path}, row {number}"
-                yield from row_fragments(value.as_py(), where, begins, size * number // rows)
+                yield from row_fragments(value.as_py(), where, reading, size * number // rows)
 
 
-def row_fragments(value: object, where: str, begins: re.Pattern[str] | None, read: int) -> Iterator[Fragment]:
+_READERS = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+
+
+def row_fragments(value: object, where: str, reading: Reading, read: int) -> Iterator[Fragment]:
     """The fragment of a row; none where the text is null."""
     if value is None:
         return
     if not isinstance(value, str):
         raise TypeError(f"{where}: got {type(value).__name__} as text; allowed: a string")
-    yield Fragment(value, begins is None or begins.match(value) is not None, read)
+    yield Fragment(value, reading.begins is None or reading.begins.match(value) is not None, read)
 
 
-def missing_column(where: str, column: str, names: list[str]) -> ValueError:
+def missing_column(where: str, reading: Reading, names: list[str]) -> ValueError:
     """The error that lists the columns there are."""
     listed = ", ".join(map(repr, sorted(names))) or "none"
-    return ValueError(f"{where}: there is no column {column!r} (option `text`); the columns are: {listed}")
+    return ValueError(
+        f"{where}: there is no column {reading.column!r} (option `text`); the columns are: {listed}"
+    )

@@ -1,22 +1,18 @@
-"""Datasets by their name on the Hugging Face hub, or saved by ``save_to_disk``, through ``datasets``."""
+"""Datasets of the Hugging Face hub, by name, and those saved by ``save_to_disk``, through ``datasets``."""
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 
-from stablemask.data.files import missing_column, row_fragments
-from stablemask.data.sources import Fragment, Source
+from stablemask.data import cache as disk
+from stablemask.data.files import SPLIT_NAMES, missing_column, row_fragments
+from stablemask.data.fragments import Fragment, Reading, Source
+from stablemask.data.progress import Bar
 
-_SPLIT_NAMES = {
-    "train": "train",
-    "validation": "valid",
-    "valid": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "test": "test",
-}
+# Papers and recipes call it by the name it had before the hub gave every dataset an owner.
+_OWNERS = {"wikitext": "Salesforce/wikitext"}
 
 
 @dataclass(frozen=True)
@@ -25,53 +21,64 @@ class Rows:
 
     name: str
     rows: datasets.Dataset
-    column: str
-    begins: re.Pattern[str] | None
+    reading: Reading
 
     @property
     def total(self) -> int:
         """Rows."""
         return len(self.rows)
 
-    def fingerprint(self) -> str:
-        """That of ``datasets``, which stands for the revision and everything done to it since."""
-        begins = "" if self.begins is None else self.begins.pattern
-        return f"{self.rows._fingerprint} {self.column} {begins}"  # noqa: SLF001 - there is no public name
+    def fingerprint(self, bar: Bar) -> str:
+        """The hashes of the files that hold the rows, and what is read of them."""
+        hashes = [
+            disk.file_hash(Path(file["filename"]), self.reading.cache, bar) for file in self.rows.cache_files
+        ]
+        if not hashes:
+            raise ValueError(
+                f"{self.name}: is held in memory; allowed: a dataset that datasets keeps on disk"
+            )
+        return disk.key(hashes, self.reading.key())
 
     def fragments(self) -> Iterator[Fragment]:
         """The text of all rows."""
         number = 0
-        for batch in self.rows.select_columns([self.column]).iter(batch_size=256):
-            for value in batch[self.column]:
+        column = self.reading.column
+        for batch in self.rows.select_columns([column]).iter(batch_size=256):
+            for value in batch[column]:
                 number += 1
-                yield from row_fragments(value, f"{self.name}, row {number}", self.begins, number)
+                yield from row_fragments(value, f"{self.name}, row {number}", self.reading, number)
 
 
-def open_dataset(name: str, option: str, column: str, begins: re.Pattern[str] | None) -> dict[str, Source]:
+def open_named(name: str, reading: Reading) -> dict[str, Source]:
     """The splits of ``owner/name`` or ``owner/name/configuration``."""
-    owner, *rest = name.split("/")
+    first, *rest = name.split("/")
+    owned = [*_OWNERS.get(first, first).split("/"), *rest]
     try:
-        found = datasets.load_dataset("/".join([owner, *rest[:1]]), *rest[1:])
+        found = datasets.load_dataset("/".join(owned[:2]), *owned[2:])
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{option}: got {name!r}, which is not on this disk and cannot be loaded from the hub: {error}"
+            f"{reading.option}: got {name!r}, which is not on disk and cannot be had from the hub: {error}"
         ) from error
-    return named_splits(found, name, option, column, begins)
+    return _splits(found, name, reading)
 
 
-def named_splits(
-    found: datasets.DatasetDict, name: str, option: str, column: str, begins: re.Pattern[str] | None
-) -> dict[str, Source]:
-    """The splits of a dataset under our names."""
+def open_saved(folder: Path, reading: Reading) -> dict[str, Source]:
+    """The splits of a folder that ``save_to_disk`` wrote."""
+    found = datasets.load_from_disk(str(folder))
+    splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+    return _splits(splits, str(folder), reading)
+
+
+def _splits(found: Mapping[str, datasets.Dataset], name: str, reading: Reading) -> dict[str, Source]:
     splits: dict[str, Source] = {}
     for own, rows in found.items():
-        if own not in _SPLIT_NAMES:
+        if own not in SPLIT_NAMES:
             continue
-        if column not in rows.column_names:
-            raise missing_column(f"{name}, split {own}", column, rows.column_names)
-        splits[_SPLIT_NAMES[own]] = Rows(f"{name}, split {own}", rows, column, begins)
-    if "train" not in splits:
+        if reading.column not in rows.column_names:
+            raise missing_column(f"{name}, split {own}", reading, rows.column_names)
+        splits[SPLIT_NAMES[own]] = Rows(f"{name}, split {own}", rows, reading)
+    if reading.option == "source" and "train" not in splits:
         raise ValueError(
-            f"{option}: got {name!r} with the splits {sorted(found)}; allowed: one with a split 'train'"
+            f"{reading.option}: got {name!r} with the splits {sorted(found)}; allowed: one with 'train'"
         )
     return splits

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from stablemask.data import cache as disk
 from stablemask.data.blocks import Blocks, cut_blocks
 from stablemask.data.config import DataConfig
 from stablemask.data.progress import Bar
@@ -40,6 +41,8 @@ def prepare(config: DataConfig, length: int, *, progress: bool = True) -> Splits
     if length < 2:
         raise ValueError(f"length: got {length}; allowed: at least 2, one token to predict from another")
     cache, bar = Path(config.cache).expanduser(), Bar(progress)
+    with disk.writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
     found = parts(config, cache)
     tokenizer = open_tokenizer(config, found["train"], bar)
     blocks = {}

@@ -23,7 +23,7 @@ class Bar:
         self.shown = shown
 
     @contextmanager
-    def task(self, description: str, total: int, before: int = 0) -> Iterator[Advance]:
+    def task(self, description: str, total: int | None) -> Iterator[Advance]:
         """Gives a function that takes how much is read by now, and a word on what was made of it."""
         console = Console(stderr=True)
         progress = Progress(
@@ -39,5 +39,5 @@ class Bar:
             disable=not (self.shown and console.is_terminal),
         )
         with progress:
-            task = progress.add_task(description, total=total, completed=before, made="")
+            task = progress.add_task(description, total=total, made="")
             yield lambda read, made: progress.update(task, completed=read, made=made)

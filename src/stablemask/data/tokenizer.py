@@ -22,7 +22,8 @@ _LEARNED_FROM = 2**28
 def open_tokenizer(config: DataConfig, train: Part, bar: Bar) -> PreTrainedTokenizerFast:
     """The tokenizer that a configuration names; it has an end of text and an exact fast form."""
     if config.tokenizer == "bytes":
-        return _wrap(_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[])))
+        # Without words, which only matter to merges.
+        return _wrap(_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]), words=False))
     if config.tokenizer.startswith("bpe:"):
         return _trained(config, train, bar)
     return _named(config.tokenizer)
@@ -57,17 +58,17 @@ def _named(name: str) -> PreTrainedTokenizerFast:
 
 def _trained(config: DataConfig, train: Part, bar: Bar) -> PreTrainedTokenizerFast:
     size = int(config.tokenizer.removeprefix("bpe:"))
-    name = disk.key("bpe", 1, tokenizers.__version__, size, train.fingerprint())
+    name = disk.key("bpe", 1, tokenizers.__version__, size, train.fingerprint(bar))
     folder = Path(config.cache) / "tokenizers"
     whole = folder / name
     make = partial(_train, size=size, train=train, bar=bar)
-    disk.entry(folder, name, lambda path: (path / "tokenizer.json").is_file(), make)
+    disk.entry(folder, name, lambda path: (path / "tokenizer.json").is_file(), make, bar)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(whole)
     return tokenizer
 
 
 def _train(folder: Path, *, size: int, train: Part, bar: Bar) -> None:
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = _byte_level(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -96,9 +97,9 @@ def exact(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _byte_level(model: models.Model) -> Tokenizer:
+def _byte_level(model: models.Model, *, words: bool) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -15,12 +16,13 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from stablemask.data import cache as disk
+from stablemask.data.fragments import Fragment
 from stablemask.data.progress import Bar
-from stablemask.data.sources import Fragment, Part
+from stablemask.data.sources import Part
 from stablemask.data.tokenizer import exact, fingerprint
 
 FORMAT = 1
-_BATCH = 2**22  # characters given to the tokenizer at once, which it works on in parallel
+_BATCH = 2**21  # characters given to the tokenizer at once, which it works on in parallel
 _SAVED_EVERY = 30.0  # seconds of work that a killed process can lose
 
 
@@ -61,9 +63,9 @@ class Tokens:
 def open_tokens(part: Part, split: str, tokenizer: PreTrainedTokenizerFast, cache: Path, bar: Bar) -> Tokens:
     """The tokens of a split, from the cache or made now."""
     folder = cache / "tokens"
-    name = disk.key("tokens", FORMAT, part.fingerprint(), fingerprint(tokenizer))
+    name = disk.key("tokens", FORMAT, part.fingerprint(bar), fingerprint(tokenizer))
     make = partial(_make, part=part, split=split, tokenizer=tokenizer, bar=bar)
-    found = _read(disk.entry(folder, name, lambda path: _read(path) is not None, make))
+    found = _read(disk.entry(folder, name, lambda path: _read(path) is not None, make, bar))
     assert found is not None
     return found
 
@@ -74,7 +76,7 @@ def _read(folder: Path) -> Tokens | None:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         tokens = Tokens(folder, meta["dtype"], meta["tokens"], meta["documents"], meta["text_bytes"])
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "starts.bin")]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return None
     whole = sizes == [tokens.length * np.dtype(tokens.dtype).itemsize, tokens.documents * 8]
     return tokens if whole else None
@@ -82,8 +84,10 @@ def _read(folder: Path) -> Tokens | None:
 
 def _make(folder: Path, *, part: Part, split: str, tokenizer: PreTrainedTokenizerFast, bar: Bar) -> None:
     """Tokenise into a folder, from where a process before this one came to."""
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    state = _saved(folder, dtype)
+    highest = max(tokenizer.get_vocab().values())
+    dtype = np.dtype(np.uint16 if highest < 2**16 else np.uint32)
+    with disk.writing(folder):
+        state = _saved(folder, dtype)
     writer = _Writer(folder, dtype, state, tokenizer)
     with writer, bar.task(f"tokenising {split}", part.source.total) as advance:
         for batch in _batches(islice(part.pieces(), state.pieces, None)):
@@ -91,8 +95,9 @@ def _make(folder: Path, *, part: Part, split: str, tokenizer: PreTrainedTokenize
             advance(batch[-1].read, f"{writer.state.tokens / 1e6:.1f} M tokens")
         writer.finish()
     meta = asdict(writer.state) | {"format": FORMAT, "dtype": dtype.name, "source": part.source.name}
-    disk.write_atomically(folder / "meta.json", json.dumps(meta, indent=1))
-    (folder / "progress.json").unlink(missing_ok=True)
+    with disk.writing(folder):
+        disk.write_atomically(folder / "meta.json", json.dumps(meta, indent=1))
+        (folder / "progress.json").unlink(missing_ok=True)
 
 
 def _saved(folder: Path, dtype: np.dtype[Any]) -> Progress:
@@ -145,13 +150,16 @@ class _Writer:
         # Text that spells a special token is text: a document cannot end another one.
         self.before = self.backend.encode_special_tokens
         self.backend.encode_special_tokens = True
-        self.tokens = (self.folder / "tokens.bin").open("ab")
-        self.starts = (self.folder / "starts.bin").open("ab")
+        with disk.writing(self.folder):
+            self.tokens = (self.folder / "tokens.bin").open("ab")
+            self.starts = (self.folder / "starts.bin").open("ab")
 
     def __exit__(self, *_: object) -> None:
         self.backend.encode_special_tokens = self.before
-        self.tokens.close()
-        self.starts.close()
+        with suppress(OSError):  # after `finish` nothing is left to write; before it, an error is on its way
+            self.tokens.close()
+        with suppress(OSError):
+            self.starts.close()
 
     def add(self, batch: list[Fragment]) -> None:
         """Append a batch of pieces."""
@@ -176,8 +184,9 @@ class _Writer:
         self._save()
 
     def _append(self, ids: list[int], starts: list[int], pieces: int, text_bytes: int) -> None:
-        self.tokens.write(np.array(ids, self.dtype).tobytes())
-        self.starts.write(np.array(starts, np.int64).tobytes())
+        with disk.writing(self.folder):
+            self.tokens.write(np.array(ids, self.dtype).tobytes())
+            self.starts.write(np.array(starts, np.int64).tobytes())
         self.state = replace(
             self.state,
             pieces=self.state.pieces + pieces,
@@ -187,8 +196,9 @@ class _Writer:
         )
 
     def _save(self) -> None:
-        for file in (self.tokens, self.starts):
-            file.flush()
-            os.fsync(file.fileno())
-        disk.write_atomically(self.folder / "progress.json", json.dumps(asdict(self.state)))
+        with disk.writing(self.folder):
+            for file in (self.tokens, self.starts):
+                file.flush()
+                os.fsync(file.fileno())
+            disk.write_atomically(self.folder / "progress.json", json.dumps(asdict(self.state)))
         self.saved = time.monotonic()
