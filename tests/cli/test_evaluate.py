@@ -52,7 +52,7 @@ def test_finished_cells_are_not_computed_again(
     [
         (["--suite", "perplexity,beauty"], "suite: got 'beauty'; allowed: perplexity"),
         (["--perplexity.stride", "99"], "stride: got 99"),
-        (["--text", "nowhere.txt"], "text: got 'nowhere.txt', which does not exist"),
+        (["--text", "nowhere.txt"], "got 'nowhere.txt'"),
     ],
 )
 def test_what_cannot_be(

@@ -10,27 +10,19 @@ from stablemask.evaluation.documents import cut, digest, read_texts, tokenize
 from tests.evaluation import small
 
 
-def test_every_kind_of_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("eins\nzwei", encoding="utf-8")
+def test_documents_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("eins\nzwei\ndrei", encoding="utf-8")
     with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write(json.dumps({"text": "drei"}) + "\n\n" + json.dumps({"text": "vïer", "id": 4}) + "\n")
-    (tmp_path / "c.raw").write_text(" \n", encoding="utf-8")
-    (tmp_path / "d.md").write_text("no text of this folder", encoding="utf-8")
-    assert read_texts(tmp_path) == ["eins\nzwei", "drei", "vïer"]
-    assert read_texts(tmp_path / "b.jsonl.gz") == ["drei", "vïer"]
+        file.write(json.dumps({"text": "vier" * 2**17}) + "\n" + json.dumps({"text": "fünf \ud800"}) + "\n")
+    assert read_texts(str(tmp_path / "a.txt")) == ["eins\nzwei\ndrei"]
+    assert read_texts(str(tmp_path / "a.txt"), begins="z") == ["eins\n", "zwei\ndrei"]
+    assert read_texts(str(tmp_path / "b.jsonl.gz")) == ["vier" * 2**17, "fünf \ufffd"]
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        read_texts(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="without any text"):
-        read_texts(tmp_path)
-    (tmp_path / "a.pdf").write_text("x", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a.pdf.*allowed: \.txt"):
-        read_texts(tmp_path / "a.pdf")
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"words": 1}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="got line 2 of"):
-        read_texts(tmp_path / "b.jsonl")
+def test_the_builtin_corpus_gives_what_training_holds_out() -> None:
+    texts = read_texts()
+    assert len(texts) > 1
+    assert texts == read_texts("builtin")
 
 
 def test_bytes_of_what_is_predicted() -> None:

@@ -27,6 +27,9 @@ COMMANDS = {
     "serve": Command("an OpenAI-compatible server for a model with StableMask", extra="cli,serve"),
     "doctor": Command("versions, devices, and which back ends work here or why they do not"),
     "eval": Command("perplexity and other evaluations of a trained model", "cli,eval", "evaluate"),
+    "eval position": Command(
+        "the position tasks of the paper, learned by small models", "cli,hf", "evaluate_position"
+    ),
 }
 
 

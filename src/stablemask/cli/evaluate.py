@@ -40,7 +40,9 @@ class Options:
     Args:
         model: A folder, or a name on the hub: any causal language model of transformers.
         suite: Any of perplexity, with commas between them.
-        text: Text to evaluate on: a file or a folder of .txt, .raw or .jsonl files, each also as .gz.
+        text: What to evaluate on: a file or a folder (.txt, .jsonl or .parquet, also compressed), a dataset
+            on the hub, or "builtin", the part of the built-in corpus that training holds out.
+        begins: Regular expression of the lines that begin a document; by default every file or row is one.
         out: Where the results go; the folder "evaluation" of the model by default.
         device: cpu or cuda.
         dtype: Of the weights and of what is computed with them.
@@ -49,7 +51,8 @@ class Options:
 
     model: Annotated[str, tyro.conf.Positional]
     suite: str = "perplexity"
-    text: Path | None = None
+    text: str = "builtin"
+    begins: str | None = None
     out: Path | None = None
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Dtype = "float32"
@@ -85,7 +88,7 @@ def run(options: Options) -> int:
         works = [work for name in names for work in SUITES[name](options, subject)]
         console.print(f"{describe(options.model)}; {options.dtype} on {options.device}; {environment_line()}")
         path = finish(console, Results(folder), works)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"stablemask eval: {error}", file=sys.stderr)
         return 2
     console.print(f"\nAll values, one a line: {path}", style="dim", soft_wrap=True)
@@ -116,9 +119,8 @@ def _suites(text: str) -> list[str]:
 
 
 def _subject(options: Options) -> Subject:
-    if options.text is None:
-        raise ValueError("text: got none; allowed: a file or a folder")
-    documents = tokenize(read_texts(options.text), open_tokenizer(options.model))
+    texts = read_texts(options.text, options.begins)
+    documents = tokenize(texts, open_tokenizer(options.model))
     model = open_model(options.model, device=options.device, dtype=options.dtype)
     identity = {"model": fingerprint(model), "dtype": options.dtype, "device": options.device}
     return Subject(model, documents, identity)

@@ -1,9 +1,7 @@
 """The text that a model is evaluated on: documents as tokens, with the number of bytes they stand for."""
 
-import gzip
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-_KINDS = (".txt", ".raw", ".jsonl")
+from stablemask.data import DataConfig
+from stablemask.data.sources import parts
+from stablemask.data.tokenizer import exact
 
 
 class Document(NamedTuple):
@@ -21,19 +21,20 @@ class Document(NamedTuple):
     num_bytes: int
 
 
-def read_texts(source: Path) -> list[str]:
-    """Texts of a file or of every file in a folder.
+def read_texts(source: str = "builtin", begins: str | None = None) -> list[str]:
+    """The documents of a source.
 
     Args:
-        source: ``.txt`` and ``.raw`` files are one text each, ``.jsonl`` files one a line, under the key
-            "text". All of them may be compressed: ``.txt.gz``. A folder is read in the order of its names.
+        source: As in ``stablemask.data.DataConfig``: "builtin", a local file or folder, or a dataset on the
+            hub. Of the built-in corpus, and of sources with splits of their own, it is the test split.
+        begins: A regular expression of the lines that begin a document, likewise.
     """
-    if not source.exists():
-        raise ValueError(f"text: got {str(source)!r}, which does not exist; allowed: a file or a folder")
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _kind(p) in _KINDS)
-    texts = [text for file in files for text in _texts(file) if text.strip()]
-    if not texts:
-        raise ValueError(f"text: got {str(source)!r}, without any text; allowed: {', '.join(_KINDS)}, or .gz")
+    config = DataConfig(test=None if source == "builtin" else source, begins=begins)
+    texts: list[str] = []
+    for piece in parts(config, Path(config.cache).expanduser())["test"].pieces():
+        if piece.starts:
+            texts.append("")
+        texts[-1] += exact(piece.text)
     return texts
 
 
@@ -80,23 +81,3 @@ def digest(documents: Sequence[Document]) -> str:
     for document in documents:
         total.update(document.tokens.numpy().tobytes() + b"|")
     return total.hexdigest()[:12]
-
-
-def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-
-
-def _texts(file: Path) -> Iterator[str]:
-    if _kind(file) not in _KINDS:
-        raise ValueError(f"text: got {str(file)!r}; allowed: {', '.join(_KINDS)}, each also with .gz")
-    opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt", encoding="utf-8") as lines:
-        if _kind(file) != ".jsonl":
-            yield lines.read()
-            return
-        for number, line in enumerate(lines, 1):
-            entry = json.loads(line) if line.strip() else {"text": ""}
-            if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-                got = f'line {number} of {str(file)!r} without "text"'
-                raise ValueError(f"text: got {got}; allowed: objects with one")  # noqa: TRY004 - of a file
-            yield entry["text"]

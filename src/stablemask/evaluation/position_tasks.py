@@ -6,11 +6,11 @@ All inputs are zeros, but for one [ABE] in the second task; the answers are thes
 * ``identification``: 0 0 [ABE] 0 … → 3, asked at [ABE], which comes at every position;
 * ``odd_even``: 0 0 0 0 … → 1 2 1 2 …, asked everywhere.
 
-Where all inputs are identical, a relative encoding alone gives identical outputs: its attention averages equal
-values, whatever the weights. Then one answer has to serve every position, and ``ceiling`` is the best it can
-do. The second task has no such ceiling: [ABE] competes with the zeros before it, and its share counts them.
-The positions asked are those of training, so these are tests of what a model can represent and learn. Past
-the training length the labels of the first two tasks never occurred; only ``odd_even`` can go on there.
+Where all inputs are identical, a relative encoding alone gives identical outputs: its attention averages
+equal values, whatever the weights. Then one answer has to serve every position, and ``ceiling`` is the best
+it can do. The second task has no such ceiling: [ABE] competes with the zeros before it, and its share counts
+them. The positions asked are those of training, so these are tests of what a model can represent and learn.
+Past the training length the labels of the first two tasks never occurred; only ``odd_even`` can go on there.
 """
 
 import json
@@ -99,7 +99,7 @@ def position_task(
     if length < 2:
         raise ValueError(f"length: got {length}; allowed: from 2 on")
     model, loss = train(task, encoding, length, seed, setting, device, on_step)
-    model.double().eval()  # so that equal outputs are equal, not apart by what float32 rounds
+    torch.nn.Module.eval(model.double())  # so that equal outputs are equal, not apart by what float32 rounds
     yield "accuracy", accuracy(model, task, torch.arange(length), length)
     if model.config.table_length is None:
         beyond = torch.arange(length, 2 * length)
@@ -151,7 +151,7 @@ def train(
         positions = torch.randperm(length, generator=generator)[: setting.batch_size]
         loss = _loss(model, task, positions, length)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -209,8 +209,10 @@ def accuracy(
 def _loss(
     model: StableMaskForCausalLM, task: Task, positions: Annotated[Tensor, "n"], length: int
 ) -> Annotated[Tensor, ""]:
-    """Of the positions drawn for identification, else of all. Nothing behind [ABE] reaches the answer there:
-    sequences end with the last [ABE] of their group, which spares a third of the work.
+    """Of the positions drawn for identification, else of all.
+
+    Nothing behind [ABE] reaches its answer: sequences end with the last [ABE] of their group, which spares a
+    third of the work.
     """
     if task != "identification":
         ids, labels = sequences(task, positions, length, length)
