@@ -42,8 +42,8 @@ def probe_failure(name: str, device: torch.device) -> str | None:
     return _failures[key]
 
 
-# torch.compiler.assume_constant_result does this and imports the compiler first, which is too dear for an import
-probe_failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What torch.compiler.assume_constant_result does, which first imports the compiler: too dear for an import.
+probe_failure._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _try(name: str, device: torch.device) -> str | None:

@@ -31,7 +31,7 @@ def tokens(batch: int) -> Tensor:
 
 
 def losses_fall(losses: Tensor, to: float = 0.7) -> bool:
-    """Whether a run that sees the same few sequences over and over learns them: to a part of its first loss."""
+    """Whether a run that sees the same few sequences again and again learns them."""
     return bool(torch.isfinite(losses).all() and losses[-3:].max() < to * losses[0])
 
 

@@ -50,8 +50,8 @@ def from_table(table: object) -> PseudoScores:
 def split_base(table: object) -> tuple[PseudoScores, float | None]:
     """The pseudo scores of a table, and what has to be added to their logits.
 
-    Compiled code gets a finite base apart, as a number that only ever meets tensors: it is then an input of the
-    graph, and raising it at every update of a training run compiles nothing anew.
+    Compiled code gets a finite base apart, as a number that only ever meets tensors: it is then an input of
+    the graph, and raising it at every update of a training run compiles nothing anew.
     """
     if torch.compiler.is_compiling() and isinstance(table, Mapping) and isinstance(table.get("base"), float):
         return from_table({**table, "base": 0.0}), table["base"]
