@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz bench docs figures test-gpu compile-gate clean
+.PHONY: help setup demo test check fuzz bench docs figures test-gpu bench-gpu compile-gate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ compile-gate: $(STAMP)  ## compile the Triton kernels for GPUs ahead of time: no
 test-gpu:  ## run the GPU tests with PYTHON=python3 as it is, nothing installed
 	env -u TRITON_INTERPRET PYTHONPATH=src:. $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider \
 		--import-mode=importlib -ra $(PYTEST_ARGS) tests/gpu
+
+bench-gpu:  ## time the back ends on a GPU with PYTHON=python3 as it is, nothing installed
+	env -u TRITON_INTERPRET PYTHONPATH=src:. $(PYTHON) -m benchmarks.cuda
 
 clean:  ## remove everything that is built here
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
