@@ -3,16 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 Advance = Callable[[int, str], None]
 
 
@@ -25,6 +15,19 @@ class Bar:
     @contextmanager
     def task(self, description: str, total: int | None) -> Iterator[Advance]:
         """Gives a function that takes how much is read by now, and a word on what was made of it."""
+        if not self.shown:
+            yield lambda _read, _made: None
+            return
+        from rich.console import Console  # noqa: PLC0415 - blocks that are only read need no rich
+        from rich.progress import (  # noqa: PLC0415 - as above
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         console = Console(stderr=True)
         progress = Progress(
             SpinnerColumn(),
@@ -36,7 +39,7 @@ class Bar:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not (self.shown and console.is_terminal),
+            disable=not console.is_terminal,
         )
         with progress:
             task = progress.add_task(description, total=total, made="")
