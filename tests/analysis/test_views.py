@@ -67,9 +67,9 @@ def test_curves_are_means_over_layers_and_heads() -> None:
     view = make_view()
     assert isinstance(view.maps, torch.Tensor)
     sinks, pseudo = sink_curve([view]).series[0], pseudo_mass_curve([view]).series[0]
-    assert list(sinks.x) == list(range(1, 11))
+    assert list(sinks.x) == list(range(2, 12))
     assert sinks.y == pytest.approx(view.maps[:, :, 1:, 0].mean((0, 1)).tolist())
-    assert list(pseudo.x) == list(range(11))
+    assert list(pseudo.x) == list(range(1, 12))
     assert pseudo.y == pytest.approx(view.pseudo_mass.mean((0, 1)).tolist())
     assert max(pseudo_mass_curve([make_view(sink=False)]).series[0].y) < 1e-6
 

@@ -203,10 +203,15 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.suffix not in _DATES:
         raise ValueError(f"path: got {target.name!r}; allowed suffixes are {', '.join(_DATES)}")
+    return write_whole(target, render_figure(figure, target.suffix))
+
+
+def render_figure(figure: Figure, suffix: str = ".svg") -> bytes:
+    """The content of such a file."""
     content = BytesIO()
     with rc_context({"svg.hashsalt": "stablemask", "svg.fonttype": "path", "pdf.fonttype": 42}):
-        figure.savefig(content, format=target.suffix[1:], dpi=200, metadata=_DATES[target.suffix])
-    return write_whole(target, content.getvalue())
+        figure.savefig(content, format=suffix[1:], dpi=200, metadata=_DATES[suffix])
+    return content.getvalue()
 
 
 def _style(palette: Palette) -> AbstractContextManager[None]:

@@ -31,6 +31,8 @@ class ModelView:
         pseudo_mass: 1 − α: the share of every row that goes to no token; zeros for a model without a sink
             logit.
         rest: What gets the share that no token gets, where it is not a sink logit alone.
+        scores: The pseudo scores of StableMask, which say over which columns the pseudo mass of a row is
+            spread; None where it has no columns.
         details: Further facts, by name: γ, horizon, position encoding.
     """
 
@@ -39,6 +41,7 @@ class ModelView:
     maps: AttentionMaps | Callable[[int, int], AttentionMap]
     pseudo_mass: PseudoMass
     rest: str = "pseudo mass"
+    scores: PseudoScores | None = None
     details: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,14 +173,14 @@ class Table:
 def sink_curve(models: Sequence[ModelView]) -> Curve:
     """Attention on the first token over the position of the row: one line a model.
 
-    Row 0 is left out: it has no other token to look at.
+    The first row is left out: it has no other token to look at.
     """
     return Curve(
         "Attention on the first token",
         "position",
         "mean share of the first token",
         [_mean_series(m.name, m.on_first_token(), first=1) for m in models],
-        note="Mean over all layers and heads. Row 0 is left out: it sees no other token.",
+        note="Mean over all layers and heads. The first row is left out: it sees no other token.",
     )
 
 
@@ -201,5 +204,5 @@ def pseudo_mass_at_rest(scores: PseudoScores, length: int, num_heads: int) -> An
 
 def _mean_series(name: str, values: PseudoMass, first: int = 0) -> Series:
     mean = values.detach().to("cpu", torch.float64).mean(dim=(0, 1))
-    positions = list(range(first, mean.shape[0])) or [0]
-    return Series(name, [float(p) for p in positions], [float(mean[p]) for p in positions])
+    rows = range(first, mean.shape[0]) or range(1)
+    return Series(name, [float(row + 1) for row in rows], [float(mean[row]) for row in rows])
