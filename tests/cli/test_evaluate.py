@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,3 +61,86 @@ def test_what_cannot_be(
 ) -> None:
     assert main(command(folder, *options)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_extrapolation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = "--extrapolation.length 8 --extrapolation.times 1 4 --extrapolation.pinned 2"
+    options = ["--suite", "extrapolation", *quick.split()]
+    assert main(command(folder, *options)) == 0
+    found = lines(folder)
+    places = [(line["settings"]["method"], line["settings"]["length"]) for line in found[::3]]
+    assert places == [(method, length) for method in ("full", "window", "pinned") for length in (8, 32)]
+    values = [line["value"] for line in found if line["name"] == "perplexity"]
+    assert values[0] == pytest.approx(values[2]) == pytest.approx(values[4])
+    printed = capsys.readouterr().out
+    (row,) = (line.split() for line in printed.splitlines() if line.strip().startswith("32 "))
+    assert row[1::2] == [f"{value:,.2f}" for value in values[1::2]]
+    assert main(command(folder, *options, "--out", str(folder / "evaluation"))) == 0
+    assert lines(folder) == found
+
+
+def test_a_method_that_a_model_cannot_do_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("A text, read in windows. " * 5, encoding="utf-8")
+    model = tmp_path / "model"
+    small.model(position="learned").float().save_pretrained(model)
+    small.tokenizer().save_pretrained(model)
+    options = ["--suite", "extrapolation", "--extrapolation.times", "1", "2"]
+    assert main(command(model, *options)) == 0
+    assert {line["settings"]["length"] for line in lines(model)} == {16}
+    printed = capsys.readouterr().out
+    assert (
+        "Not everything with full: its table of 'learned' positions or of 'stablemask' ends at 16." in printed
+    )
+    assert (
+        "Not everything with pinned: keys with 'learned' positions cannot be given other places." in printed
+    )
+
+
+def test_streaming(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(folder, "--suite", "streaming", "--streaming.tokens", "100")) == 0
+    found = [line for line in lines(folder) if line["name"] == "cache MiB/tokens 100"]
+    assert [line["settings"]["method"] for line in found] == ["window", "pinned"]
+    assert found[0]["value"] == found[1]["value"] > 0
+    assert "100 tokens in one stream; 16 keys are kept" in capsys.readouterr().out
+    assert main(command(folder, "--suite", "streaming")) == 2
+    assert "text: got 125 tokens; allowed: 100000 or more" in capsys.readouterr().err
+
+
+def test_latency(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = "--latency.prompts 4 --latency.outputs 1 3 --latency.rounds 2 --latency.max-seconds 0"
+    assert main(command(folder, "--suite", "latency", *quick.split())) == 0
+    found = [line for line in lines(folder) if line["name"] == "ratio/SM-I"]
+    assert [line["settings"]["output"] for line in found] == [1, 3]
+    assert all(line["value"] > 0 for line in found)
+    printed = capsys.readouterr().out
+    assert f"{found[1]['value']:.3f} ±" in printed
+
+
+def test_downstream_beside_the_paper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = folder.parent / "data"
+    data.mkdir()
+    rows = [{"query": "Question: What?", "choices": ["a", "b"], "gold": i % 2} for i in range(4)]
+    for task in ("piqa", "arc_easy"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (data / f"{task}.jsonl").write_text(text, encoding="utf-8")
+    options = [
+        "--suite",
+        "downstream",
+        "--downstream.tasks",
+        "piqa",
+        "arc_easy",
+        "--downstream.data",
+        str(data),
+    ]
+    assert main(command(folder, *options)) == 0
+    values = {line["name"]: line["value"] for line in lines(folder)}
+    assert values["piqa/acc"] == values["arc_easy/acc"] == 0.5, "the same answer to every question"
+    printed = capsys.readouterr().out
+    (row,) = (line.split() for line in printed.splitlines() if line.strip().startswith("arc_easy"))
+    assert row[1] == "50.0"
+    assert row[-2:] == ["51.4", "51.7"]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "evaluation" / "results.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]

@@ -114,15 +114,19 @@ def run_downstream(
     Example:
         >>> dict(run_downstream("runs/stable-71m", tasks=["piqa"], data="data/downstream"))
     """
-    unknown = [task for task in tasks if task not in _FORMS]
-    if unknown:
-        raise ValueError(f"tasks: got {', '.join(unknown)}; allowed: {', '.join(TASKS)}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit!r}; allowed: integers ≥ 1, or None")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size!r}; allowed: integers ≥ 1")
-    files = None if data is None else {task: _find_file(Path(data), task) for task in tasks}
-    return _run(model, tokenizer, tasks, files, limit, batch_size)
+    return _run(model, tokenizer, tasks, find_files(tasks, data), limit, batch_size)
+
+
+def find_files(tasks: Sequence[str], data: str | PathLike[str] | None) -> dict[str, Path] | None:
+    """The file of each task in a folder; None where they come from the hub."""
+    unknown = [task for task in tasks if task not in _FORMS]
+    if unknown:
+        raise ValueError(f"tasks: got {', '.join(unknown)}; allowed: {', '.join(TASKS)}")
+    return None if data is None else {task: _find_file(Path(data), task) for task in tasks}
 
 
 def _run(

@@ -78,10 +78,9 @@ def stream_text(
         on_tokens: Called with the number of tokens just predicted.
 
     Yields:
-        ``perplexity/tokens a-b`` of every tenth of the stream; ``cache MiB/tokens b`` after the first tenth and
-        at the end; ``memory growth MiB``, by which the memory of the process (on a GPU: the most that was
-        allocated there) at the end is above that after the first tenth; ``tokens per
-        second``.
+        ``perplexity/tokens a-b`` of every tenth of the stream; ``cache MiB/tokens b`` after the first tenth
+        and at the end; ``memory growth MiB``, by which the memory of the process (on a GPU: the most that
+        was allocated there) at the end is above that after the first tenth; ``tokens per second``.
     """
     if len(stream) <= STRETCHES:
         raise ValueError(f"stream: got {len(stream) - 1} tokens; allowed: from {STRETCHES} on")
