@@ -17,15 +17,15 @@ from tests.checks import Truth, claims
 B, H, G, TQ, TK, D = 2, 6, 3, 11, 13, 5
 SCORES = PseudoScores(0.5, horizon=17)
 
-Build = Callable[[torch.Generator, torch.dtype], Example]
+Build = Callable[..., Example]  # of a generator, a dtype and sizes in place of those of the case
 CASES: dict[str, Build] = {}
 
 
 def case(name: str, make_sink: Any = None, make_options: Any = None, **sizes: Any) -> None:
     """Add a call; sinks and options may be functions of the generator."""
 
-    def build(generator: torch.Generator, dtype: torch.dtype) -> Example:
-        q, k, v = make_qkv(generator, dtype=dtype, **sizes)
+    def build(generator: torch.Generator, dtype: torch.dtype, **others: int) -> Example:
+        q, k, v = make_qkv(generator, dtype=dtype, **(sizes | others))
         sink = make_sink(generator) if callable(make_sink) else make_sink
         options = {n: o(generator) if callable(o) else o for n, o in (make_options or {}).items()}
         return make_gradients(Example(q, k, v, sink, options=options), generator)

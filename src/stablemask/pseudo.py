@@ -69,7 +69,7 @@ class PseudoScores:
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, Sequence):
+        if isinstance(self.gamma, Sequence) and not isinstance(self.gamma, str):
             if len(self.gamma) == 0:
                 raise ValueError("gamma: got an empty sequence; give one value per head")
             object.__setattr__(self, "gamma", tuple(_finite_decay(g) for g in self.gamma))
@@ -129,9 +129,8 @@ class PseudoScores:
         by doubling, so decoding token by token reuses one.
         """
         stop_rounded = 1 << max(stop - 1, 63).bit_length()
-        positions = torch.arange(start, stop, device=device)
         if tracing() or num_heads * stop_rounded > _MAX_TABLE_ELEMENTS:
-            return self.row_logits(positions, num_heads, dtype)
+            return self.row_logits(torch.arange(start, stop, device=device), num_heads, dtype)
         key = (self, num_heads, device, dtype)
         table = _tables.get(key)
         if table is None or table.shape[1] < stop:

@@ -91,13 +91,12 @@ def test_refuses_with_the_reason(name: str) -> None:
 
 
 def test_refuses_tensors_that_restrict_the_view() -> None:
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         q, k, v = qkv()
         options = {
             "alibi_slopes": torch.ones(4, device="cuda"),
             "bias": torch.ones(1, 64, 64, device="cuda"),
             "key_mask": torch.ones(2, 64, device="cuda", dtype=torch.bool),
-            "document_ids": torch.ones(2, 64, device="cuda", dtype=torch.int64),
         }
         for name, value in options.items():
             assert name in str(available_backends(q, k, v, 0.0, **{name: value})["cuda_flash"])

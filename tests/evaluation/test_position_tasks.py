@@ -70,7 +70,7 @@ def test_stablemask_goes_far_above_the_ceiling(task: Task, position: str) -> Non
     steps = 350 if task == "odd_even" else 90
     setting = replace(QUICK, steps=steps, learning_rate=5e-3 if task == "odd_even" else 1e-2)
     values = learned(task, position, "stablemask", setting=setting)
-    assert values["accuracy"] > 0.7
+    assert values["accuracy"] > 0.6
     assert ceiling(task, Encoding(position, "stablemask"), LENGTH) is None
 
 

@@ -1,6 +1,7 @@
 """An example of the contract on the GPU, laid out in memory as on the CPU, against the oracle on the CPU."""
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -25,8 +26,16 @@ def on_gpu(example: Example) -> Example:
     return dataclasses.replace(example, **moved, options=options)
 
 
-def serves_on_gpu(backend: str, truth: Truth, refusal: str | None = None) -> None:
-    """The back end is right within the budget of the GPU's own attention; or it gives the reason expected."""
+def serves_on_gpu(
+    backend: str,
+    truth: Truth,
+    refusal: str | None = None,
+    within: AbstractContextManager[object] | None = None,
+) -> None:
+    """The back end is right within the budget of the GPU's own attention; or it gives the reason expected.
+
+    It runs in ``within``; what it is compared with does not.
+    """
     example = on_gpu(truth.example)
     wrt = tuple(example.tensors()) if truth.wrt is None else tuple(truth.wrt)
     reason = claims(example, wrt)[backend]
@@ -35,7 +44,8 @@ def serves_on_gpu(backend: str, truth: Truth, refusal: str | None = None) -> Non
         assert refusal in reason
         return
     assert reason is None, f"{backend} refuses: {reason}"
-    actual = evaluate(lambda e: attend(e, backend), example, wrt)
+    with within or nullcontext():
+        actual = evaluate(lambda e: attend(e, backend), example, wrt)
     plain = plain_errors(example, causal=example.options.get("causal", True))
     found = compare(
         {name: t.cpu() for name, t in actual.items()},

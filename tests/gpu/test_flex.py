@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.contract import truth_of
+from tests.checks import Truth
+from tests.contract import CASES
 from tests.gpu.device import needs_gpu, serves_on_gpu
 
 pytestmark = needs_gpu
@@ -21,7 +22,6 @@ NAMES = (
     "document_ids come back",
     "softcap, alibi, bias",
     "non-causal",
-    "width 128",
 )
 
 
@@ -33,4 +33,10 @@ def _compiles_afresh() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_serves_with_gradients(name: str, dtype: torch.dtype) -> None:
-    serves_on_gpu("flex", truth_of(name, dtype, None, True))
+    example = CASES[name](torch.Generator().manual_seed(len(name)), dtype, dim=16)
+    serves_on_gpu("flex", Truth(example, tuple(example.tensors())))
+
+
+def test_narrow_heads_are_refused() -> None:
+    example = CASES["scores"](torch.Generator().manual_seed(0), torch.float32)
+    serves_on_gpu("flex", Truth(example, ()), "at least 16 wide")

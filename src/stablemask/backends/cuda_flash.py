@@ -98,7 +98,7 @@ def _forward(
 ) -> tuple[Output, RowLogits]:
     from stablemask.backends._rescale import rescale
 
-    q, k, v = (_aligned(t) for t in (q, k, v))
+    leaf, (q, k, v) = q, (_aligned(t) for t in (q, k, v))
     if _stock_choice(q, k, v, causal, scale) == _CUDNN:
         plain, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -108,9 +108,9 @@ def _forward(
             q, k, v, 0.0, causal, False, scale=scale
         )
     lse = lse.view(q.shape[:3])
-    out = _empty_output(q)
     if sink is None and gammas is None:
-        return out.copy_(plain), lse
+        return _laid_out_like(plain, leaf), lse
+    out = torch.empty_like(leaf)
     return out, rescale(plain, lse, out, sink, gammas, horizon, base, k.shape[2] - q.shape[2])
 
 
@@ -129,6 +129,8 @@ def _backward(
     sizes = (q.shape[2], k.shape[2], 0.0, causal)
     unused = lse.new_zeros(2, dtype=torch.int64)  # a random state: there is no dropout
     if _stock_choice(q, k, v, causal, scale) == _CUDNN:
+        # PyTorch keeps plans by the strides of q, k and v, and takes those of out and grad for granted.
+        out, grad = _laid_out_like(out, q), _laid_out_like(grad, q)
         found = aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), unused[0], unused[1], None, None, None, *sizes, scale=scale
         )
@@ -153,20 +155,14 @@ def _aligned(t: Tensor) -> Tensor:
     return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
-def _empty_output(q: Queries) -> Output:
-    """[B, T, H, D] in memory, seen as [B, H, T, D]: joining the heads afterwards needs no copy."""
-    batch, heads, num_queries, width = q.shape
-    return q.new_empty((batch, num_queries, heads, width)).transpose(1, 2)
-
-
-def _laid_out_like(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """As ``torch.empty_like(leaf)`` lies in memory: tracing promised it."""
+def _laid_out_like(t: Tensor, leaf: Tensor) -> Tensor:
+    """As ``torch.empty_like(leaf)`` lies in memory: as stock attention does it, and tracing promised."""
     wanted = torch.empty_like(leaf, device="meta").stride()
-    return gradient if gradient.stride() == wanted else torch.empty_like(leaf).copy_(gradient)
+    return t if t.stride() == wanted else torch.empty_like(leaf).copy_(t)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(

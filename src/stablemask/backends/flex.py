@@ -23,6 +23,8 @@ from stablemask.shapes import Output, RowLogits
 _Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _MaskModifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+_NARROWEST = 16
+
 
 def why_not(call: Call) -> str | None:
     """Flex has no dropout; gradients and speed only on CUDA."""
@@ -35,6 +37,9 @@ def why_not(call: Call) -> str | None:
         return "flex_attention under torch.compile returns no lse on CPU"
     if device == "cuda" and call.q.dtype == torch.float64:
         return "flex_attention on cuda has no float64"
+    if device == "cuda" and min(call.q.shape[3], call.v.shape[3]) < _NARROWEST:
+        got = f"{call.q.shape[3]} and {call.v.shape[3]}"
+        return f"flex_attention on cuda needs q and v at least {_NARROWEST} wide, got {got}"
     if call.dropout:
         return "flex_attention has no dropout"
     if call.q.numel() == 0 or call.k.numel() == 0 or call.v.numel() == 0:
@@ -48,11 +53,12 @@ def run(call: Call) -> tuple[Output, RowLogits]:
     q = call.q
     if q.device.type == "cpu":
         q, k, v = q.detach(), k.detach(), v.detach()
-    attend = flex_attention if q.device.type == "cpu" or torch.compiler.is_compiling() else _compiled()
+    as_they_are = q.device.type == "cpu" or torch.compiler.is_compiling()
+    attend, find_blocks = (flex_attention, create_block_mask) if as_they_are else _compiled()
     mask = _mask_modifier(call)
     block_mask = None
     if mask is not None:
-        block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+        block_mask = find_blocks(mask, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
     with warnings.catch_warnings() if q.device.type == "cpu" else nullcontext():
         if q.device.type == "cpu":
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
@@ -75,8 +81,9 @@ def run(call: Call) -> tuple[Output, RowLogits]:
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=None)
+def _compiled() -> tuple[Any, Any]:
+    """Not compiled, both would compute the whole square of scores."""
+    return torch.compile(flex_attention, dynamic=None), torch.compile(create_block_mask, dynamic=None)
 
 
 def _score_modifier(call: Call) -> _Modifier | None:

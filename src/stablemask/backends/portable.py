@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from stablemask.backends._call import Call, additive_bias, finite_keys_values, visible
-from stablemask.shapes import Output
+from stablemask.shapes import Output, Queries
 
 _NEVER = -1e30
 _BFLOAT16_PARTS = 3
@@ -55,7 +55,7 @@ def _sink_first(call: Call) -> Output:
         out = scaled_dot_product_attention(
             q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped
         )
-        return out.to(call.q.dtype)
+        return _nan_where_nan(out, q).to(call.q.dtype)
     width = q.shape[-1]
     parts = _split(sink.clamp(min=_NEVER).expand(q.shape[:3]) / call.scale, dtype)  # (B, H, T, parts)
     wide = -(-(width + parts.shape[-1]) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
@@ -66,7 +66,7 @@ def _sink_first(call: Call) -> Output:
     out = scaled_dot_product_attention(
         q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped
     )
-    return out[:, :, 1:, : call.v.shape[-1]].to(call.q.dtype)
+    return _nan_where_nan(out, q)[:, :, 1:, : call.v.shape[-1]].to(call.q.dtype)
 
 
 def _sink_last(call: Call) -> Output:
@@ -90,6 +90,11 @@ def _sink_last(call: Call) -> Output:
         enable_gqa=heads != k.shape[1],
     )
     return out.to(call.q.dtype)
+
+
+def _nan_where_nan(out: Output, q: Queries) -> Output:
+    """SDPA takes a row without a single finite score for one that is masked and returns zeros."""
+    return out.masked_fill(q.isnan().any(-1, keepdim=True), torch.nan)
 
 
 def _split(logits: Tensor, dtype: torch.dtype) -> Tensor:
