@@ -1,8 +1,9 @@
 """The ``stablemask`` command.
 
 A subcommand is a module of this package with a dataclass ``Options``, from which its command line is built,
-and a function ``run(options) -> int``. To add one, write the module and give it a line in ``COMMANDS``: it is
-imported when it is asked for, and not before. A command may have two words.
+and a function ``run(options) -> int``. One whose defaults are in a file has ``parse(arguments, program)`` as
+well, which returns what ``run`` gets. To add a subcommand, write the module and give it a line in
+``COMMANDS``: it is imported when it is asked for, and not before. A command may have two words.
 """
 
 import importlib
@@ -26,10 +27,12 @@ COMMANDS = {
     "bench": Command("time a call of your choice on every back end that can serve it"),
     "serve": Command("an OpenAI-compatible server for a model with StableMask", extra="cli,serve"),
     "doctor": Command("versions, devices, and which back ends work here or why they do not"),
+    "train": Command("pretrain a model by a recipe; a killed run goes on with the same command", "cli,train"),
     "eval": Command("perplexity and other evaluations of a trained model", "cli,eval", "evaluate"),
     "eval position": Command(
         "the position tasks of the paper, learned by small models", "cli,hf", "evaluate_position"
     ),
+    "theory": Command("the theorems of the paper, put to the test one by one", "cli,hf"),
 }
 
 
@@ -57,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = f"pip install 'stablemask[{COMMANDS[name].extra}]'"
         print(f"stablemask {name}: needs {missing.name}, which is not installed: {extra}", file=sys.stderr)
         return 2
-    code: int = command.run(tyro.cli(command.Options, prog=f"stablemask {name}", args=rest))
+    program = f"stablemask {name}"
+    if hasattr(command, "parse"):
+        options = command.parse(rest, program)
+    else:
+        options = tyro.cli(command.Options, prog=program, args=rest)
+    code: int = command.run(options)
     return code
 
 

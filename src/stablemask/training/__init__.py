@@ -1,5 +1,6 @@
 """Pretraining: recipes, and the run on transformers' Trainer."""
 
 from stablemask.training.recipe import ModelConfig, Recipe, TrainConfig, load_recipe
+from stablemask.training.run import Summary, train
 
-__all__ = ["ModelConfig", "Recipe", "TrainConfig", "load_recipe"]
+__all__ = ["ModelConfig", "Recipe", "Summary", "TrainConfig", "load_recipe", "train"]

@@ -17,6 +17,8 @@ Precision = Literal["fp32", "bf16"]
 Distribution = Literal["ddp", "fsdp"]
 Table = Mapping[str, Any]
 
+_CHOICES = {"schedule": Schedule, "precision": Precision, "distribution": Distribution}
+
 _T = TypeVar("_T")
 
 
@@ -191,15 +193,10 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed: from 0 to below 1")
-        for name, choice in (
-            ("schedule", Schedule),
-            ("precision", Precision),
-            ("distribution", Distribution),
-        ):
+        for name, choice in _CHOICES.items():
             if getattr(self, name) not in get_args(choice):
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)!r}; allowed: {', '.join(get_args(choice))}"
-                )
+                allowed = ", ".join(get_args(choice))
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; allowed: {allowed}")
 
     @property
     def sequences(self) -> int:

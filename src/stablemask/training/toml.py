@@ -1,5 +1,6 @@
 """TOML files that build on one another."""
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,3 +45,19 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], alternatives: Alte
         else:
             merged[name] = value
     return merged
+
+
+def write_table(table: Mapping[str, Any], name: str = "") -> str:
+    """Nested tables as TOML; what is None is left out."""
+    own = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    lines = ([f"[{name}]"] if name else []) + [f"{key} = {_value(value)}" for key, value in own.items()]
+    inner = [write_table(value, key) for key, value in table.items() if isinstance(value, Mapping)]
+    return "\n\n".join(["\n".join(lines), *inner])
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,86 @@
+"""``stablemask train RECIPE``: a run of a recipe, or what it would take."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from stablemask.data import DataConfig
+from stablemask.training import ModelConfig, Recipe, TrainConfig, load_recipe, train
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train the model of a recipe. The recipe comes first; every setting in it can be given another value.
+
+    A run that was killed goes on with the same command. Several processes: put torchrun --nproc-per-node N -m
+    in front, and stablemask.cli for stablemask.
+
+    Args:
+        recipe: A TOML file.
+        out: Folder of the run; by default runs/NAME, after the recipe.
+        dry_run: Train nothing; print parameters, memory, operations and time.
+        model: The decoder.
+        data: The text.
+        train: The training.
+    """
+
+    recipe: Annotated[Path, tyro.conf.Positional]
+    out: Path | None = None
+    dry_run: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with all overrides, and what to do with it."""
+
+    recipe: Recipe | None
+    out: Path
+    dry_run: bool
+    problem: str = ""
+
+
+def parse(arguments: Sequence[str], program: str) -> Job:
+    """Read the recipe, then the options with its values as their defaults."""
+    first = arguments[0] if arguments else "--help"
+    if first.startswith("-"):
+        tyro.cli(Options, prog=program, args=arguments or ["--help"])
+        return Job(None, Path(), dry_run=False, problem=f"got {first!r}; the recipe comes first")
+    try:
+        recipe = load_recipe(first)
+        default = Options(Path(first), model=recipe.model, data=recipe.data, train=recipe.train)
+        options = tyro.cli(Options, prog=program, args=arguments[1:], default=default)
+        parts = ("model", "data", "train")
+        overrides = {name: _changed(getattr(recipe, name), getattr(options, name)) for name in parts}
+        recipe = load_recipe(first, overrides)
+    except (OSError, ValueError) as error:
+        return Job(None, Path(), dry_run=False, problem=str(error))
+    return Job(recipe, options.out or Path("runs") / recipe.name, options.dry_run)
+
+
+def run(job: Job) -> int:
+    """0: trained; 1: the run broke; 2: something in the options is wrong."""
+    if job.recipe is None:
+        print(f"stablemask train: {job.problem}", file=sys.stderr)
+        return 2
+    try:
+        summary = train(job.recipe, job.out)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"stablemask train: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    print(
+        f"{summary.model}: validation perplexity {summary.perplexity:.4f} after {summary.steps:,} updates, "
+        f"{summary.tokens:,} tokens, {summary.seconds:,.0f} s"
+    )
+    return 0
+
+
+def _changed(before: Any, after: Any) -> Mapping[str, Any]:
+    old = asdict(before)
+    return {name: value for name, value in asdict(after).items() if value != old[name]}
