@@ -57,6 +57,11 @@ class Metrics:
             raise ValueError(f"threshold: got {threshold}; allowed: 0 ≤ ε < 1")
         return float((self.sink_scores() > threshold).double().mean())
 
+    def cpu(self) -> "Metrics":
+        """The same in main memory."""
+        moved = {f.name: getattr(self, f.name).cpu() for f in fields(self) if f.name != "class_rows"}
+        return Metrics(**moved, class_rows=self.class_rows)
+
 
 def measure(layers: Capture, classes: TokenClasses | None = None, *, block: int = BLOCK) -> Metrics:
     """Metrics of one text: one sequence, not padded, not packed, without a cache.
@@ -101,18 +106,18 @@ def _measure_layer(
     first, entropy, by_class = [], [], {}
     for rows, weights in layer.blocks(block=block):
         first.append(weights[:, :, 0])
-        entropy.append(_entropy(weights))
+        entropy.append(entropy_of(weights))
         for row in class_rows:
             if rows.start < row <= rows.stop:
                 by_class[row] = weights[:, row - 1 - rows.start] @ members
     return torch.cat(first, 1), torch.cat(entropy, 1), torch.stack([by_class[r] for r in class_rows], 1)
 
 
-def _entropy(weights: Weights) -> Annotated[Tensor, "H rows"]:
+def entropy_of(weights: Weights) -> Annotated[Tensor, "H rows"]:
     """−Σ p log p of p = weights / Σ weights; 0 where nothing is left."""
     total = weights.sum(-1)
     spread = total.log() - torch.special.xlogy(weights, weights).sum(-1) / total
-    return torch.where(total > 0, spread, 0.0)
+    return torch.where(total > 0, spread, 0.0).clamp(min=0)  # rounding makes of 0 a little less
 
 
 def _check(layers: Capture, classes: TokenClasses) -> None:

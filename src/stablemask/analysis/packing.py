@@ -9,11 +9,12 @@ import base64
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stablemask.analysis.metrics import entropy_of
 from stablemask.analysis.views import AttentionMap, ModelView
 
 PerHead = list[list[float]]
@@ -46,7 +47,7 @@ def pack(model: ModelView, length: int) -> Packed:
     for layer, head, weights in _maps(model, length):
         shares.append(_integers(weights[triangle]))
         first[layer, head] = weights[:, 0].mean()
-        entropy[layer, head] = _entropy(weights).mean()
+        entropy[layer, head] = entropy_of(weights).mean()
     pseudo = model.pseudo_mass[:, :, :length].detach().to("cpu", torch.float32)
     shares.append(_integers(pseudo.flatten()))
     numbers = torch.cat(shares)
@@ -71,9 +72,3 @@ def _maps(model: ModelView, length: int) -> Iterator[tuple[int, int, AttentionMa
 
 def _integers(shares: Tensor) -> Tensor:
     return (shares.clamp(0, 1) * _LARGEST).round().to(torch.int32)
-
-
-def _entropy(weights: AttentionMap) -> Annotated[Tensor, "T"]:
-    total = weights.sum(-1)
-    spread = total.log() - torch.special.xlogy(weights, weights).sum(-1) / total
-    return torch.where(total > 0, spread, 0.0)

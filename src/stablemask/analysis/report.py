@@ -60,6 +60,7 @@ def write_report(
     pictures: Sequence[Picture] = (),
     title: str = "Where attention goes",
     lead: str = "",
+    threshold: float = SINK_THRESHOLD,
 ) -> Path:
     """Write the page; it works from the disk, without a network and without a server.
 
@@ -71,6 +72,7 @@ def write_report(
         pictures: Static figures.
         title: Headline of the page.
         lead: A paragraph below it: which text, which models.
+        threshold: ε of the sink rate.
 
     Raises:
         ValueError: There is nothing to show, or it does not fit into ``SIZE_LIMIT``.
@@ -83,8 +85,15 @@ def write_report(
     names = [model.name for model in models]
     if len(set(names)) != len(names):
         raise ValueError(f"models: got the names {names}; allowed are different ones")
-    drawn = [_draw(picture) for picture in pictures]
-    rest = len(_render(title, lead, (), (), tables, curves, drawn))
+    around = {
+        "title": title,
+        "lead": lead,
+        "tables": tables,
+        "curves": curves,
+        "pictures": [_draw(picture) for picture in pictures],
+        "threshold": threshold,
+    }
+    rest = len(_render(around, (), ()))
     length, packed = 0, list[Packed]()
     if models:
         length = min(MAX_ROWS, fitting_length(list(models), SIZE_LIMIT - _RESERVE - rest))
@@ -93,21 +102,14 @@ def write_report(
             raise ValueError(f"models: got {got}; allowed is what fits into {SIZE_LIMIT:,} bytes")
         packed = [pack(model, length) for model in models]
     shown = [_describe(model, parts, length) for model, parts in zip(models, packed, strict=True)]
-    page = _render(title, lead, shown, [parts.content for parts in packed], tables, curves, drawn)
+    page = _render(around, shown, [parts.content for parts in packed])
     if len(page) > SIZE_LIMIT:
         raise ValueError(f"page: got {len(page):,} bytes; allowed are {SIZE_LIMIT:,}")
     return write_whole(Path(path), page)
 
 
-def _render(
-    title: str,
-    lead: str,
-    models: Sequence[Mapping[str, Any]],
-    contents: Sequence[str],
-    tables: Sequence[Table],
-    curves: Sequence[Curve],
-    pictures: Sequence[Mapping[str, str]],
-) -> bytes:
+def _render(around: Mapping[str, Any], models: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> bytes:
+    """The page: what stands around the models, the models, and their shares."""
     folder = files(__package__) / "page"
     style = _theme_style() + (folder / "page.css").read_text(encoding="utf-8")
     parts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
@@ -116,12 +118,12 @@ def _render(
         assert "</" not in source, "it would end its element"
     data = {
         "models": models,
-        "curves": [asdict(curve) for curve in curves],
+        "curves": [asdict(curve) for curve in around["curves"]],
         "ramps": {
             theme: {"attention": palette.attention_ramp(), "pseudo": palette.pseudo_ramp()}
             for theme, palette in PALETTES.items()
         },
-        "sinkThreshold": SINK_THRESHOLD,
+        "sinkThreshold": around["threshold"],
     }
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -130,13 +132,9 @@ def _render(
     environment.tests["numeric"] = lambda cell: isinstance(cell, int | float)
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     page = template.render(
-        title=title,
-        lead=lead,
+        **around,
         models=models,
         contents=contents,
-        tables=tables,
-        curves=curves,
-        pictures=pictures,
         style=Markup(style),  # noqa: S704 - ours, and asserted above
         script=Markup(script),  # noqa: S704 - as above
         policy=_policy(style, script),

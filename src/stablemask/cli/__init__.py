@@ -23,7 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("what the operation is, that it is right and how fast it is, on this machine"),
+    "demo": Command(
+        "a pair of small models trained here, with StableMask and without", "cli,train,eval,report"
+    ),
+    "demo operation": Command(
+        "what the operation is, that it is right and how fast it is, on this machine", "cli", "demo_operation"
+    ),
     "bench": Command("time a call of your choice on every back end that can serve it"),
     "serve": Command("an OpenAI-compatible server for a model with StableMask", extra="cli,serve"),
     "doctor": Command("versions, devices, and which back ends work here or why they do not"),
