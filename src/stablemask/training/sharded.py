@@ -42,8 +42,8 @@ class ShardedTrainer(PretrainingTrainer):
             fully_shard(layer)
         fully_shard(self.decoder)
         self._check_sharded()
-        # accelerate would copy the model to every process (DDP), and knows no FSDP without GPUs. This says that
-        # the model is as it should be; there is no public way to.
+        # accelerate would copy the model to every process (DDP), and knows no FSDP without GPUs. This tells
+        # it that the model is as it should be; there is no public way to.
         vars(self.decoder)["_is_accelerate_prepared"] = True
 
     def full_weights(self) -> dict[str, Any]:
