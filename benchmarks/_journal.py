@@ -18,6 +18,7 @@ class Journal:
     def __init__(self, path: Path, environment: dict[str, Any], *, resume: bool) -> None:
         self.path = path
         self.results: dict[tuple[str, str], Result] = {}
+        self.notes: dict[str, dict[str, Any]] = {}
         if path.exists() and not resume:
             raise FileExistsError(f"output: {path} exists; give --resume to go on with it, or another path")
         if path.exists():
@@ -33,6 +34,13 @@ class Journal:
             self._append({"kind": "result", "verdict": result.verdict, **asdict(result)})
         return self.results[case, backend]
 
+    def note(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Anything else that JSON can hold: as written down, or made now and written down."""
+        if name not in self.notes:
+            note = self.notes[name] = make()
+            self._append({"kind": "note", "name": name, "content": note})
+        return self.notes[name]
+
     def _append(self, record: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -40,8 +48,11 @@ class Journal:
     def _read(self, environment: dict[str, Any]) -> None:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            if record.pop("kind") == "environment":
+            kind = record.pop("kind")
+            if kind == "environment":
                 _check_same(self.path, record, environment)
+            elif kind == "note":
+                self.notes[record["name"]] = record["content"]
             else:
                 result = _result(record)
                 self.results[result.case, result.backend] = result

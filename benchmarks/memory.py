@@ -99,10 +99,10 @@ def measure(run: Run) -> Peak:
     scores = PseudoScores(0.5, horizon=run.length)
     generator = torch.Generator().manual_seed(0)
     _forward_and_backward(_tensors(_WARM_UP_LENGTH, dtype, generator), _operation(run.subject, scores))
-    resident, highest = _resident_bytes(), _highest_bytes()
+    resident, highest = resident_bytes(), highest_bytes()
     tensors = _tensors(run.length, dtype, generator)
     results = _forward_and_backward(tensors, _operation(run.subject, scores))
-    peak = _highest_bytes()
+    peak = highest_bytes()
     if peak <= highest:
         raise RuntimeError(
             f"length: got {run.length}, whose memory drowns in that of starting up; take a longer one"
@@ -148,14 +148,16 @@ def _worst_error(tensors: dict[str, Tensor], results: Results, scores: PseudoSco
     return max(d.error / d.budget for d in found if d.name in last)
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """What this process holds in memory now."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status: no VmRSS; peak memory is measured on Linux only")
 
 
-def _highest_bytes() -> int:
+def highest_bytes() -> int:
+    """The most that this process ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
