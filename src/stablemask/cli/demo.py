@@ -1,179 +1,167 @@
-"""``stablemask demo``: what the operation is, that it is right, and how fast it is on this machine."""
+"""``stablemask demo``: a pair of small models, trained here and now, and what StableMask changed in them."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as RichTable
 
-from stablemask import PseudoScores, available_backends, stable_attention
-from stablemask.benchmark import PROCESS_TIME, Bench, Case, able_backends, candidate, make_problem
-from stablemask.cli.terminal import (
-    RESULT_LEGEND,
-    environment_line,
-    make_console,
-    make_progress,
-    result_header,
-    result_row,
+from stablemask.analysis.inspection import Inspection, inspect_model
+from stablemask.analysis.metrics import SINK_THRESHOLD
+from stablemask.analysis.pieces import cut_pieces
+from stablemask.analysis.report import write_report
+from stablemask.analysis.summary import overview_table, position_curves, position_table
+from stablemask.analysis.training_log import training_curves
+from stablemask.analysis.views import Cell, Table
+from stablemask.cli.demo_pair import (
+    PAIR,
+    POSITION_LENGTH,
+    TIMES_LONGER,
+    Plan,
+    Remedy,
+    decoding_times,
+    grow_pair,
+    recipe,
 )
-from stablemask.measuring import Rule, threads
-from stablemask.shapes import Keys, Queries, Values
-from stablemask.testing import Example, check_backend, make_gradients, make_qkv, plain_errors
+from stablemask.cli.terminal import environment_line, make_console, make_progress
+from stablemask.data import prepare
+from stablemask.evaluation.documents import read_texts
+from stablemask.evaluation.models import open_model, open_tokenizer
+from stablemask.training.trainer import METRICS
 
-_WHAT_IT_IS = """
-[bold]StableMask attention[/bold] is plain causal attention with one more logit σ in every row, whose value is
-zero. What a row has no use for goes there instead of to the first token, and how much goes there depends on
-the position of the row.
+_LEAD = """
+[bold]StableMask attention[/bold] is plain causal attention with one more logit in every row, whose value is
+zero: what a row has no use for goes there instead of to the first token. Two small decoders learn the
+documentation and source of Python's standard library, with the same seed and the same order of the text. One
+has StableMask, the other has not; nothing else differs.
 """
-_SHARES = "Share of each row that stays on its tokens"
-_SHARES_NOTE = """\
-γ = 0.5 spread over 8 heads, horizon 512, random q and k. The last row of the horizon keeps everything.
-"""
-_CORRECTNESS_NOTE = """\
-Relative errors in norm against the dense reference in float64, T = 256. A call is right where every error is
-at most twice that of plain attention plus twice the rounding unit of its dtype.
-"""
+_NOTE = """\
+Everything was measured in this run: one seed, {tokens:,.0f} tokens of training. That shows the mechanism and
+decides nothing about quality; the log of experiments has what several seeds say. Chance is 1/{length} on the
+first position task and 1/2 on the second."""
 _WHERE_NEXT = """
 [bold]Where to go next[/bold]
-  from stablemask import PseudoScores, stable_attention
-  out = stable_attention(q, k, v, PseudoScores(0.5, horizon=2048))   # q, k, v: \\[B, H, T, D]
-
-  stablemask bench --help    your own shapes, on every back end
-  stablemask doctor          what works on this machine, and why the rest does not
-  docs/method.md             the formulas
-  docs/how-to/training.md    training with it"""
-
-_TENSORS = {"out": "out", "lse": "lse'", "dq": "dq", "dk": "dk", "dv": "dv"}
-_SPEED_CASES = (
-    Case("causal", torch.float32, 64, 512, backward=True),
-    Case("causal", torch.float32, 64, 1024, backward=True),
-    Case("causal", torch.bfloat16, 64, 1024, backward=True),
-    Case("window", torch.float32, 64, 2048, heads=2, kv_heads=2, window=256),
-    Case("decode", torch.float32, 64, 4096, queries=1),
-)
-_CONTRAST = _SPEED_CASES[0]
+  {report}   open it: every head of both models, row by row
+  stablemask inspect {model} --file your.txt
+  stablemask train recipes/small.toml --out runs/small
+  stablemask demo operation   that the operation is right, and how fast it is"""
+_PIECES = 8
 
 
 @dataclass(frozen=True)
 class Options:
-    """Show what the operation is, that it is right and how fast it is on this machine, in about a minute."""
+    """Train a pair of small models with and without StableMask, in a few minutes, and compare them.
+
+    The same command goes on where it was interrupted.
+
+    Args:
+        folder: Everything is in it: both runs, what was measured, and report.html.
+        plan: How much is done.
+    """
+
+    folder: Path = Path("runs/demo")
+    plan: Plan = field(default_factory=Plan)
 
 
-def run(options: Options) -> int:  # noqa: ARG001 - every command has the same function
-    """Print the demonstration. 1 if a result was outside its error budget."""
+def run(options: Options) -> int:
+    """Print the table and write the page. 2: something in the options cannot be, or a process failed."""
     console = make_console()
-    console.print(_WHAT_IT_IS)
-    console.print(_kept_shares())
-    console.print(_SHARES_NOTE, style="dim")
-    with make_progress(console) as progress, threads(1):
-        right = _show_correctness(console)
-        fast = _show_speed(console, progress)
-    console.print(_WHERE_NEXT)
-    return 0 if right and fast else 1
+    console.print(_LEAD)
+    console.print(environment_line(), style="dim")
+    begin = time.perf_counter()
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        values = _grow(console, options)
+        with console.status("timing the decoding of tokens"):
+            decoding = decoding_times(options.folder, options.plan)
+        looked = [_look(options, remedy) for remedy in PAIR]
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"stablemask demo: {error}", file=sys.stderr)
+        return 2
+    table = _table(options, values, decoding, looked)
+    _print(console, table)
+    report = _write(options, table, looked)
+    console.print(_WHERE_NEXT.format(report=report, model=options.folder / "stablemask" / "model"))
+    console.print(f"\n{time.perf_counter() - begin:.0f} s", style="dim")
+    return 0
 
 
-def _kept_shares() -> Table:
-    """Attention over values of one returns the sum of each row: the share that is left for the tokens."""
-    q, k, v = _tensors(512, torch.float32)
-    shares = stable_attention(q, k, torch.ones_like(v), PseudoScores(0.5, horizon=512))[0, :, :, 0]  # (H, T)
-    rows = (1, 2, 4, 16, 64, 256, 511, 512)
-    table = _table(_SHARES, "", *(f"row {row}" for row in rows))
-    for head in (1, 4, 8):
-        table.add_row(f"head {head}", *(f"{100 * float(shares[head - 1, row - 1]):.1f} %" for row in rows))
-    return table
+def _grow(console: Console, options: Options) -> dict[Remedy, dict[str, float]]:
+    plan = options.plan
+    prepare(recipe("none", plan).data, plan.length)
+    with make_progress(console) as progress:
+        tasks = {remedy: progress.add_task(name, total=plan.effort) for remedy, name in PAIR.items()}
+
+        def advance(remedy: Remedy, what: str, steps: int) -> None:
+            progress.update(tasks[remedy], description=f"{PAIR[remedy]}: {what}", advance=steps)
+
+        if not console.is_terminal:
+            console.print(f"training {' and '.join(PAIR.values())}, {plan.steps} updates each")
+        return grow_pair(options.folder, plan, advance)
 
 
-def _show_correctness(console: Console) -> bool:
-    right = True
-    refused: dict[str, str] = {}
-    table = _table("Is it right?", "", *_TENSORS.values(), "")
-    for dtype in (torch.float32, torch.bfloat16):
-        example = _example(dtype)
-        plain = plain_errors(example)
-        name = str(dtype)[6:]
-        table.add_row(f"plain attention, {name}", *_cells(plain), "", style="dim")
-        for backend in _reasons(example):
-            variant = next((v for v in _variants(example) if _reasons(v)[backend] is None), None)
-            if variant is None:
-                refused[backend] = _reasons(example)[backend] or ""
-                continue
-            deviations = check_backend(variant, backend)
-            ok = all(d.ok for d in deviations)
-            right &= ok
-            errors = {d.name: d.error for d in deviations}
-            table.add_row(f"{backend}, {name}", *_cells(errors), _mark(ok))
-        table.add_section()
-    console.print(table)
-    for backend, reason in refused.items():
-        console.print(f"{backend} cannot run here: {reason}", style="dim")
-    console.print(_CORRECTNESS_NOTE, style="dim")
-    return right
+def _look(options: Options, remedy: Remedy) -> Inspection:
+    folder = str(options.folder / remedy / "model")
+    tokenizer = open_tokenizer(folder)
+    pieces = cut_pieces(read_texts(), tokenizer, length=options.plan.length, count=_PIECES)
+    with torch.inference_mode():
+        return inspect_model(open_model(folder, device="cpu", dtype="float32"), PAIR[remedy], pieces)
 
 
-def _show_speed(console: Console, progress: Progress) -> bool:
-    console.print("How fast is it?", style="bold")
-    console.print(f"{environment_line()}; {PROCESS_TIME.name}; 1 sequence", style="dim")
-    console.print(result_header(), soft_wrap=True)
-    bench = Bench((PROCESS_TIME,), Rule(max_seconds=15.0))
-    task = progress.add_task(
-        "timing", total=sum(map(bench.seconds, _SPEED_CASES)) + 4 * bench.seconds(_CONTRAST)
+def _table(
+    options: Options,
+    values: dict[Remedy, dict[str, float]],
+    decoding: dict[str, float],
+    looked: list[Inspection],
+) -> Table:
+    plan = options.plan
+    milliseconds = 1000 * decoding["seconds a token"]
+    longer = f"{TIMES_LONGER} × the training length of {plan.length}"
+    rows: list[list[Cell]] = [
+        ["parameters", *(f"{v['parameters']:,.0f}" for v in values.values())],
+        _row("validation perplexity", values, "perplexity"),
+        _row(f"perplexity at {longer}, a window of {plan.length} keys", values, "longer/window"),
+        _row(f"perplexity at {longer}, all keys", values, "longer/full"),
+        _row("perplexity of the same text at the training length", values, "longer/trained length"),
+        _row("position task: which row am I? accuracy, %", values, "mapping/accuracy", 100),
+        _row("position task: is my row odd? accuracy, %", values, "odd_even/accuracy", 100),
+        ["attention on the first token, %", *(100 * float(m.metrics.first.mean()) for m in looked)],
+        [
+            f"heads with more than {SINK_THRESHOLD:.0%} on the first token, %",
+            *(100 * m.metrics.sink_rate(SINK_THRESHOLD) for m in looked),
+        ],
+        ["attention on no token (pseudo mass), %", *(100 * float(m.metrics.pseudo.mean()) for m in looked)],
+        ["decoding, ms a token", milliseconds, milliseconds * decoding["ratio"]],
+        ["training, s", *(v["seconds"] for v in values.values())],
+    ]
+    note = _NOTE.format(tokens=values["none"]["tokens"], length=POSITION_LENGTH)
+    return Table("The pair", ["", *PAIR.values()], rows, note.replace("\n", " "))
+
+
+def _row(name: str, values: dict[Remedy, dict[str, float]], key: str, factor: float = 1) -> list[Cell]:
+    return [name, *(factor * values[remedy][key] for remedy in PAIR)]
+
+
+def _print(console: Console, table: Table) -> None:
+    shown = RichTable(title=table.title)
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if i else "left")
+    for row in table.rows:
+        shown.add_row(*(f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(shown)
+    console.print(table.note, style="dim")
+
+
+def _write(options: Options, table: Table, looked: list[Inspection]) -> Path:
+    curves = training_curves({PAIR[remedy]: options.folder / remedy / METRICS for remedy in PAIR})
+    return write_report(
+        options.folder / "report.html",
+        [inspection.view for inspection in looked],
+        tables=[table, overview_table(looked), position_table(looked)],
+        curves=[*curves, *position_curves(looked)],
+        title="With and without StableMask",
+        lead="Two small decoders that differ in nothing but StableMask, on a text neither has seen.",
     )
-    right = True
-    for case in _SPEED_CASES:
-        problem = make_problem(case)
-        able = [name for name, reason in able_backends(problem).items() if reason is None]
-        for name in able if case is _CONTRAST else able[:1]:
-            progress.update(task, description=f"{case.name} {name}")
-            result = bench.measure(problem, name, candidate(problem, name))
-            right &= result.verdict != "WRONG"
-            console.print(result_row(result), soft_wrap=True)
-            progress.advance(task, bench.seconds(case))
-    progress.remove_task(task)
-    console.print(RESULT_LEGEND, style="dim")
-    return right
-
-
-def _tensors(length: int, dtype: torch.dtype) -> tuple[Queries, Keys, Values]:
-    """q, k, v of one sequence with eight heads of width 64."""
-    generator = torch.Generator().manual_seed(0)
-    return make_qkv(
-        generator, batch=1, heads=8, kv_heads=8, num_queries=length, num_keys=length, dim=64, dtype=dtype
-    )
-
-
-def _example(dtype: torch.dtype) -> Example:
-    q, k, v = _tensors(256, dtype)
-    return make_gradients(Example(q, k, v, PseudoScores(0.5, horizon=256)), torch.Generator().manual_seed(1))
-
-
-def _variants(example: Example) -> Iterator[Example]:
-    """The call with everything, without lse', without gradients: some back ends cannot do all of it."""
-    without_lse = replace(example, grad_lse=None, return_lse=False)
-    yield example
-    yield without_lse
-    yield replace(example, grad_out=None, grad_lse=None)
-
-
-def _reasons(example: Example) -> dict[str, str | None]:
-    needs_grad = example.grad_out is not None
-    q, k, v = (t.detach().requires_grad_(needs_grad) for t in (example.q, example.k, example.v))
-    return available_backends(q, k, v, example.sink, **example.options, return_lse=example.return_lse)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
-def _cells(errors: Mapping[str, float]) -> list[str]:
-    return [f"{errors[name]:.1e}" if name in errors else "–" for name in _TENSORS]
-
-
-def _mark(ok: bool) -> Text:
-    return Text("right", "green") if ok else Text("WRONG", "bold white on red")

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import tyro
 from rich.console import Console
 
+from stablemask.cli.evaluate_figures import write_figure
 from stablemask.cli.evaluate_suites import (
     Subject,
     Suite,
@@ -22,7 +23,7 @@ from stablemask.cli.evaluate_suites import (
     streaming_suite,
 )
 from stablemask.cli.terminal import environment_line, make_console, make_progress
-from stablemask.evaluation.cells import Results
+from stablemask.evaluation.cells import Results, Values
 from stablemask.evaluation.downstream import Downstream
 from stablemask.evaluation.extrapolation import Extrapolation
 from stablemask.evaluation.latency import Latency
@@ -33,18 +34,20 @@ from stablemask.evaluation.streaming import Streaming
 
 @dataclass(frozen=True)
 class Options:
-    """Evaluate a trained model.
+    """Evaluate trained models.
 
     Every finished piece is a JSON file in the output folder; the same command goes on where it stopped. All
     values are then in results.jsonl there, one a line. For the position tasks see: stablemask eval position.
 
     Args:
-        model: A folder, or a name on the hub: any causal language model of transformers.
+        model: A folder, or a name on the hub: any causal language model of transformers. Of several, the
+            curves of extrapolation and latency come into one figure.
         suite: Any of perplexity, extrapolation, streaming, latency and downstream, with commas between them.
         text: What to evaluate on: a file or a folder (.txt, .jsonl or .parquet, also compressed), a dataset
             on the hub, or "builtin", the part of the built-in corpus that training holds out.
         begins: Regular expression of the lines that begin a document; by default every file or row is one.
-        out: Where the results go; the folder "evaluation" of the model by default.
+        out: Where the results go; the folder "evaluation" of the model by default. With several models each
+            has a folder of its own in it.
         device: cpu or cuda.
         dtype: Of the weights and of what is computed with them.
         perplexity: How to measure perplexity.
@@ -54,7 +57,7 @@ class Options:
         downstream: How to score downstream tasks.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[tuple[str, ...], tyro.conf.Positional]
     suite: str = "perplexity"
     text: str = "builtin"
     begins: str | None = None
@@ -82,25 +85,63 @@ def run(options: Options) -> int:
     console = make_console()
     try:
         names = _suite_names(options.suite)
-        results = Results(options.out or Path(options.model) / "evaluation")
-        subject = _subject(options)
-        suites = [SUITES[name](subject, options) for name in names]
-        console.print(f"{describe(options.model)}; {options.dtype} on {options.device}; {environment_line()}")
-        for suite in suites:
-            finish(console, results, suite)
-        path = results.write_lines([work.cell for suite in suites for work in suite.works])
+        evaluated = [_evaluate(console, options, path, names) for path in _models(options.model)]
+        _draw(console, options, names, evaluated)
     except (OSError, ValueError) as error:
         print(f"stablemask eval: {error}", file=sys.stderr)
         return 2
-    console.print(f"\nAll values, one a line: {path}", style="dim", soft_wrap=True)
     return 0
 
 
-def finish(console: Console, results: Results, suite: Suite) -> None:
-    """Do the works whose cells are not finished; print the table of all."""
-    open_works = [work for work in suite.works if results.find(work.cell) is None]
-    _do(console, results, open_works)
-    console.print(suite.table([results.find(work.cell) or {} for work in suite.works]))
+class Evaluated(NamedTuple):
+    """A model whose suites are finished."""
+
+    name: str
+    folder: Path
+    suites: Sequence[Suite]
+    values: Sequence[Sequence[Values]]
+
+
+def _evaluate(console: Console, options: Options, path: str, names: Sequence[str]) -> Evaluated:
+    folder = _folder(options, path)
+    results = Results(folder)
+    tokenizer = open_tokenizer(path)
+    model = open_model(path, device=options.device, dtype=options.dtype)
+    subject = Subject(model, tokenizer, options.text, options.begins, options.dtype)
+    suites = [SUITES[name](subject, options) for name in names]
+    console.print(f"{describe(path)}; {options.dtype} on {options.device}; {environment_line()}")
+    values = [finish(console, results, suite) for suite in suites]
+    lines = results.write_lines([work.cell for suite in suites for work in suite.works])
+    console.print(f"\nAll values, one a line: {lines}", style="dim", soft_wrap=True)
+    return Evaluated(describe(path), folder, suites, values)
+
+
+def finish(console: Console, results: Results, suite: Suite) -> list[Values]:
+    """Do the works whose cells are not finished; print the table of all and return their values."""
+    _do(console, results, [work for work in suite.works if results.find(work.cell) is None])
+    values = [results.find(work.cell) or {} for work in suite.works]
+    console.print(suite.table(values))
+    return values
+
+
+def _draw(console: Console, options: Options, names: Sequence[str], evaluated: Sequence[Evaluated]) -> None:
+    """The curves of all models, a figure for each suite that has some; beside the results of the first."""
+    folder = options.out or evaluated[0].folder
+    for i, name in enumerate(names):
+        chart = evaluated[0].suites[i].chart
+        if chart is None:
+            continue
+        curves = {}
+        for model in evaluated:
+            own = model.suites[i].chart
+            assert own is not None
+            for line, points in own.curves(model.values[i]).items():
+                curves[f"{model.name}, {line}" if len(evaluated) > 1 else line] = points
+        try:
+            text = f"Curves: {write_figure(chart, folder / f'{name}.svg', curves)}"
+        except ModuleNotFoundError as missing:
+            text = f"No figure: it needs {missing.name}: pip install 'stablemask[report]'"
+        console.print(text, style="dim", soft_wrap=True)
 
 
 def _do(console: Console, results: Results, works: Sequence[Work]) -> None:
@@ -122,7 +163,14 @@ def _suite_names(text: str) -> list[str]:
     return names
 
 
-def _subject(options: Options) -> Subject:
-    tokenizer = open_tokenizer(options.model)
-    model = open_model(options.model, device=options.device, dtype=options.dtype)
-    return Subject(model, tokenizer, options.text, options.begins, options.dtype)
+def _models(paths: Sequence[str]) -> Sequence[str]:
+    names = [describe(path) for path in paths]
+    if not paths or len(set(names)) < len(names):
+        raise ValueError(f"model: got {', '.join(paths) or 'none'}; allowed: one or more, of different names")
+    return paths
+
+
+def _folder(options: Options, path: str) -> Path:
+    if options.out is None:
+        return Path(path) / "evaluation"
+    return options.out / describe(path) if len(options.model) > 1 else options.out

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import RenderableType
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stablemask.cli.evaluate_figures import Chart, extrapolation_curves, latency_curves
 from stablemask.cli.evaluate_tables import (
     downstream_table,
     extrapolation_table,
@@ -62,10 +63,11 @@ class Work(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """Cells, and the table of their values."""
+    """Cells, the table of their values, and their curves where they have some."""
 
     works: Sequence[Work]
     table: Callable[[Sequence[Values]], RenderableType]
+    chart: Chart | None = None
 
 
 def perplexity_suite(subject: Subject, settings: Perplexity) -> Suite:
@@ -133,9 +135,17 @@ def extrapolation_suite(subject: Subject, settings: Extrapolation) -> Suite:
         )
 
     title = f"Perplexity against length; window and pinned keep {keys} keys"
+    chart = Chart(
+        "Perplexity against length",
+        "length of the sequences, in tokens",
+        "perplexity",
+        lambda values: extrapolation_curves(dict(zip(places, values, strict=True))),
+        (trained, "training length"),
+    )
     return Suite(
         [work(*place) for place in places],
         lambda values: extrapolation_table(title, dict(zip(places, values, strict=True)), notes),
+        chart,
     )
 
 
@@ -199,9 +209,16 @@ def latency_suite(subject: Subject, settings: Latency) -> Suite:
             ),
         )
 
+    chart = Chart(
+        "Latency of generation, as a ratio to the baseline",
+        "tokens generated",
+        "ratio",
+        lambda values: latency_curves(dict(zip(places, values, strict=True))),
+    )
     return Suite(
         [work(*place) for place in places],
         lambda values: latency_table(dict(zip(places, values, strict=True))),
+        chart,
     )
 
 

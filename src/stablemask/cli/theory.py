@@ -1,6 +1,7 @@
 """``stablemask theory``: the paper's theorems, put to the test one by one."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,9 +79,14 @@ _VERDICTS = {
 
 
 def run(options: Options) -> int:
-    """Print a table for each theorem, and all claims with their verdicts. 1 if a control failed."""
-    if options.length < 2 or not options.gammas or options.steps < 1:
-        raise ValueError(f"length, gammas, steps: got {options}; allowed: from 2 on, at least one, from 1 on")
+    """Print a table for each theorem, and all claims with their verdicts.
+
+    0: done; 1: a control failed; 2: something in the options is wrong.
+    """
+    problem = _wrong(options)
+    if problem is not None:
+        print(f"stablemask theory: {problem}", file=sys.stderr)
+        return 2
     console = make_console()
     torch.manual_seed(0)
     with make_progress(console) as progress, threads(1):
@@ -96,6 +102,16 @@ def run(options: Options) -> int:
     if not (exact and proven):
         console.print("A control failed: see the tables above.", style="bold red")
     return 0 if exact and proven else 1
+
+
+def _wrong(options: Options) -> str | None:
+    for name, least in (("length", 2), ("steps", 1)):
+        if getattr(options, name) < least:
+            return f"{name}: got {getattr(options, name)}; allowed: from {least} on"
+    for gamma in options.gammas:
+        if not 0 <= gamma < math.inf:
+            return f"gammas: got {gamma}; allowed: finite numbers ≥ 0"
+    return None if options.gammas else "gammas: got none; allowed: one or more"
 
 
 def _construction(console: Console, options: Options, progress: Progress) -> tuple[list[Claim], bool]:

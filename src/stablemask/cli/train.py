@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from stablemask.data import DataConfig
-from stablemask.training import ModelConfig, Recipe, TrainConfig, load_recipe, train
+from stablemask.training import ModelConfig, Recipe, TrainConfig, load_recipe, plan, train
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Options:
         recipe: A TOML file.
         out: Folder of the run; by default runs/NAME, after the recipe.
         dry_run: Train nothing; print parameters, memory, operations and time.
+        processes: For --dry-run: on how many processes.
         model: The decoder.
         data: The text.
         train: The training.
@@ -31,6 +32,7 @@ class Options:
     recipe: Annotated[Path, tyro.conf.Positional]
     out: Path | None = None
     dry_run: bool = False
+    processes: int = 1
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -38,11 +40,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with all overrides, and what to do with it."""
+    """A recipe with all overrides, and what to do with it; or what is wrong with the arguments."""
 
-    recipe: Recipe | None
-    out: Path
-    dry_run: bool
+    recipe: Recipe | None = None
+    out: Path = Path()
+    planned_processes: int | None = None
     problem: str = ""
 
 
@@ -51,7 +53,7 @@ def parse(arguments: Sequence[str], program: str) -> Job:
     first = arguments[0] if arguments else "--help"
     if first.startswith("-"):
         tyro.cli(Options, prog=program, args=arguments or ["--help"])
-        return Job(None, Path(), dry_run=False, problem=f"got {first!r}; the recipe comes first")
+        return Job(problem=f"got {first!r}; the recipe comes first")
     try:
         recipe = load_recipe(first)
         default = Options(Path(first), model=recipe.model, data=recipe.data, train=recipe.train)
@@ -60,8 +62,9 @@ def parse(arguments: Sequence[str], program: str) -> Job:
         overrides = {name: _changed(getattr(recipe, name), getattr(options, name)) for name in parts}
         recipe = load_recipe(first, overrides)
     except (OSError, ValueError) as error:
-        return Job(None, Path(), dry_run=False, problem=str(error))
-    return Job(recipe, options.out or Path("runs") / recipe.name, options.dry_run)
+        return Job(problem=str(error))
+    out = options.out or Path("runs") / recipe.name
+    return Job(recipe, out, options.processes if options.dry_run else None)
 
 
 def run(job: Job) -> int:
@@ -70,6 +73,9 @@ def run(job: Job) -> int:
         print(f"stablemask train: {job.problem}", file=sys.stderr)
         return 2
     try:
+        if job.planned_processes is not None:
+            print("\n".join(plan(job.recipe, job.planned_processes).lines()))
+            return 0
         summary = train(job.recipe, job.out)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"stablemask train: {error}", file=sys.stderr)

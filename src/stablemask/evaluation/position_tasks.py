@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
 from stablemask.model import StableMaskConfig, StableMaskForCausalLM
 
@@ -32,7 +33,6 @@ RELATIVE = ("alibi", "t5", "rope")
 REMEDIES = ("stablemask", "softmax_plus_one", "learned_sink", "artificial_token", "urpe")
 _NOT_ASKED = -100
 _POSITIONS_BEYOND = 32
-_GROUPS = 4
 
 
 class Encoding(NamedTuple):
@@ -209,20 +209,29 @@ def accuracy(
 def _loss(
     model: StableMaskForCausalLM, task: Task, positions: Annotated[Tensor, "n"], length: int
 ) -> Annotated[Tensor, ""]:
-    """Of the positions drawn for identification, else of all.
+    """Of the positions drawn for identification, else of all."""
+    if task == "identification":
+        return _identification_loss(model, positions.to(model.device), length)
+    ids, labels = sequences(task, positions, length, length)
+    return F.cross_entropy(*_answers(model, ids.to(model.device), labels.to(model.device)))
 
-    Nothing behind [ABE] reaches its answer: sequences end with the last [ABE] of their group, which spares a
-    third of the work.
+
+def _identification_loss(
+    model: StableMaskForCausalLM, positions: Annotated[Tensor, "n"], length: int
+) -> Annotated[Tensor, ""]:
+    """The zeros are read once, into a cache; every [ABE] then stands behind as many of them as it should.
+
+    Nothing behind [ABE] reaches its answer, and what is before it is the same in all sequences.
     """
-    if task != "identification":
-        ids, labels = sequences(task, positions, length, length)
-        return F.cross_entropy(*_answers(model, ids.to(model.device), labels.to(model.device)))
-    loss = torch.zeros((), device=model.device)
-    for part in positions.sort().values.chunk(_GROUPS):
-        ids, labels = sequences(task, part, int(part[-1]) + 1, length)
-        answers = _answers(model, ids.to(model.device), labels.to(model.device))
-        loss = loss + F.cross_entropy(*answers, reduction="sum") / len(positions)
-    return loss
+    cache = DynamicCache(config=model.config)
+    zeros = torch.zeros(1, max(int(positions.max()), 1), dtype=torch.long, device=model.device)
+    model.model(zeros, past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(len(positions))
+    seen = torch.arange(zeros.shape[1], device=model.device) < positions.unsqueeze(1)
+    mask = F.pad(seen, (0, 1), value=True)
+    asked = torch.full((len(positions), 1), 2 * length + 1, device=model.device)
+    hidden = model.model(asked, attention_mask=mask, past_key_values=cache, use_cache=True).last_hidden_state
+    return F.cross_entropy(model.lm_head(hidden[:, 0]), positions + 1)
 
 
 def _answers(model: StableMaskForCausalLM, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
