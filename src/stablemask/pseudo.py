@@ -69,7 +69,7 @@ class PseudoScores:
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, Sequence) and not isinstance(self.gamma, str):
+        if isinstance(self.gamma, Sequence) and not isinstance(self.gamma, (str, bytes)):
             if len(self.gamma) == 0:
                 raise ValueError("gamma: got an empty sequence; give one value per head")
             object.__setattr__(self, "gamma", tuple(_finite_decay(g) for g in self.gamma))

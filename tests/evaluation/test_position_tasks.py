@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from stablemask.evaluation import position_tasks as module
 from stablemask.evaluation.position_tasks import (
     ENCODINGS,
     RELATIVE,
@@ -105,6 +106,26 @@ def test_accuracy_counts_the_positions_asked() -> None:
             abe = torch.full((1, 1), 2 * LENGTH + 1)
             model.lm_head.weight.data[token] = model.model(abe, use_cache=False).last_hidden_state[0, 0]
         assert math.isclose(accuracy(model, task, positions, LENGTH), share)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids="+".join)
+def test_the_zeros_that_sequences_share_can_be_read_once(encoding: Encoding) -> None:
+    """The loss of identification and its gradients, against the sequences written out."""
+    torch.manual_seed(0)
+    setting = Setting(width=16, heads=2)
+    model = StableMaskForCausalLM(configuration(encoding, LENGTH, setting)).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    positions = torch.tensor([5, 0, 15, 1])
+    ids, labels = sequences("identification", positions, LENGTH, LENGTH)
+    losses = [
+        torch.nn.functional.cross_entropy(model(ids, use_cache=False).logits.mT, labels),
+        module._loss(model, "identification", positions, LENGTH),
+    ]
+    assert torch.allclose(losses[1], losses[0], rtol=1e-10)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    for given, expected in zip(gradients[1], gradients[0], strict=True):
+        assert torch.allclose(given, expected, rtol=1e-8, atol=1e-12)
 
 
 def test_seeds_differ_and_repeat() -> None:

@@ -20,7 +20,6 @@ from transformers import (
 import stablemask.hf
 from tests.hf import doors, tiny
 
-STEPS = 12
 EXACT = 1e-5
 
 every_door = pytest.mark.parametrize("door", doors.DOORS)
@@ -29,26 +28,10 @@ every_door = pytest.mark.parametrize("door", doors.DOORS)
 def train(
     model: Any, folder: Path, callbacks: Sequence[TrainerCallback] = (), resume: bool = False, **options: Any
 ) -> Tensor:
-    """The loss of every update on eight sequences, seen again and again."""
-    settings: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    trainer = Trainer(
-        model,
-        TrainingArguments(str(folder), **(settings | options)),
-        train_dataset=[{"input_ids": row, "labels": row} for row in doors.tokens(8)],
-        callbacks=list(callbacks),
-    )
+    """The loss of every update."""
+    trainer = doors.trainer(model, folder, callbacks, **options)
     trainer.train(resume_from_checkpoint=resume)
-    return torch.tensor([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    return doors.losses(trainer)
 
 
 def furthest(a: Tensor, b: Tensor) -> float:
@@ -98,8 +81,7 @@ def test_packed_sequences_train_as_separate_ones(door: str, tmp_path: Path) -> N
         data_collator=collator,
     )
     trainer.train()
-    losses = torch.tensor([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert furthest(losses, batches) <= EXACT
+    assert furthest(doors.losses(trainer), batches) <= EXACT
 
 
 def annealed(**scores: Any) -> tuple[PreTrainedModel, stablemask.hf.AnnealBase]:

@@ -9,13 +9,11 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from stablemask.model import StableMaskForCausalLM, WindowCache
-from stablemask.model.configuration import POSITIONS, REMEDIES
 from tests.model import tiny
 
 NEW = 14
 PROMPT = 9
-KINDS = [*((p, "stablemask") for p in POSITIONS), *(("rope", r) for r in REMEDIES if r != "stablemask")]
-kinds = pytest.mark.parametrize(("position", "remedy"), KINDS)
+kinds = pytest.mark.parametrize(("position", "remedy"), tiny.EACH)
 windows = pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
 
 
@@ -41,7 +39,7 @@ def generate(model: StableMaskForCausalLM, ids: Tensor | None, **settings: Any) 
     return out
 
 
-@pytest.fixture(params=KINDS, ids="-".join)
+@pytest.fixture(params=tiny.EACH, ids="-".join)
 def model(request: pytest.FixtureRequest) -> StableMaskForCausalLM:
     position, remedy = request.param
     return tiny.model(position, remedy)

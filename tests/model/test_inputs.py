@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from transformers import DynamicCache
 
 from stablemask.model import StreamingLLMCache
+from stablemask.model.inputs import Terms
+from stablemask.model.positions import Rotation
 from tests.model import tiny
 
 IDS = tiny.tokens(2, 8)
@@ -98,3 +101,14 @@ def test_the_loss_is_that_of_transformers() -> None:
     assert float(out.loss) == pytest.approx(float(expected), rel=1e-6)
     summed = model(IDS, labels=labels, num_items_in_batch=torch.tensor(5))
     assert float(summed.loss) == pytest.approx(float(expected) * 11 / 5, rel=1e-6)
+
+
+def test_terms_move_between_devices() -> None:
+    """As accelerate does with what a layer gets, where the layers are on several devices."""
+    rotation = Rotation(torch.zeros(2), torch.ones(2))
+    moved = send_to_device(Terms(rotation, None, torch.zeros(4), None, torch.zeros(1, 4, 3)), "meta")
+    assert moved.rotation.cos.is_meta
+    assert moved.rotation.sin.is_meta
+    assert moved.slopes.is_meta
+    assert moved.sink.is_meta
+    assert moved.key_rotation is None

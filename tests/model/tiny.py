@@ -11,6 +11,8 @@ from stablemask.model.configuration import POSITIONS, REMEDIES
 HORIZON = 12
 VOCABULARY = 48
 EVERY = [(position, remedy) for position in POSITIONS for remedy in REMEDIES]
+EACH = [*((p, "stablemask") for p in POSITIONS), *(("rope", r) for r in REMEDIES if r != "stablemask")]
+"""Every position encoding and every remedy, but not every pair."""
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "stablemask": {"horizon": HORIZON},
     "artificial_token": {"artificial_tokens": 3},

@@ -26,7 +26,7 @@ def open_tokenizer(config: DataConfig, train: Part, bar: Bar) -> PreTrainedToken
         return _wrap(_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]), words=False))
     if config.tokenizer.startswith("bpe:"):
         return _trained(config, train, bar)
-    return _named(config.tokenizer)
+    return named_tokenizer(config.tokenizer)
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -34,7 +34,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     return disk.key(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
 
 
-def _named(name: str) -> PreTrainedTokenizerFast:
+def named_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or on the hub."""
     path = Path(name).expanduser()
     if name.startswith((".", "/", "~")) and not path.is_dir():
         raise FileNotFoundError(f"tokenizer: got {name!r}; there is no such folder")

@@ -81,6 +81,7 @@ class Rows:
         self.document_ids = document_ids
         self.visible = visible
         self._kept: tuple[Positions | None, PseudoScores, int, torch.dtype, RowLogits] | None = None
+        self._read: tuple[object, tuple[PseudoScores, float | None]] | None = None
 
     def contiguous(self) -> "Rows":
         """Itself."""
@@ -117,6 +118,15 @@ class Rows:
             return False
         return _readable(position_ids) and bool((position_ids.diff() <= 0).any())
 
+    def scores(self, table: object) -> tuple[PseudoScores, float | None]:
+        """``split_base`` of the config's table, which every layer has in common."""
+        if self._read is not None and self._read[0] is table:
+            return self._read[1]
+        read = split_base(table)
+        if not torch.compiler.is_compiling():
+            self._read = (table, read)
+        return read
+
     def logits(
         self, position_ids: Positions | None, scores: PseudoScores, num_heads: int, dtype: torch.dtype
     ) -> Annotated[Tensor, "B|1 H Tq"]:
@@ -125,7 +135,13 @@ class Rows:
             ids, *rest, logits = self._kept
             if ids is position_ids and rest == [scores, num_heads, dtype]:
                 return logits
-        logits = scores.row_logits(self.positions(position_ids), num_heads, dtype)
+        positions = self.positions(position_ids)
+        if positions.numel() == 1 and positions.device.type == "cpu" and _readable(positions):
+            row = int(positions)
+            table = scores.consecutive_logits(row, row + 1, num_heads, dtype=dtype, device=positions.device)
+            logits = table.unsqueeze(0)
+        else:
+            logits = scores.row_logits(positions, num_heads, dtype)
         if not torch.compiler.is_compiling():
             self._kept = (position_ids, scores, num_heads, dtype, logits)
         return logits
@@ -219,13 +235,13 @@ def stablemask_attention(
         softcap: Limit of the real scores.
         s_aux: Learned sinks of the model; they stand beside ours.
     """
-    scores, raised = split_base(getattr(module.config, "stablemask", None))
     rows = _given_mask(attention_mask, position_ids) if isinstance(attention_mask, Tensor) else attention_mask
     if not isinstance(rows, Rows):
         raise TypeError(
             f"attention_mask: {type(module).__name__} got {type(rows).__name__}; this model makes its "
             "mask without the AttentionMaskInterface of transformers"
         )
+    scores, raised = rows.scores(getattr(module.config, "stablemask", None))
     sink = _sink(rows, position_ids, scores, raised, module, query, s_aux)
     if rows.visible is not None:
         hidden = query.new_zeros(()).masked_fill(~rows.visible, -math.inf)

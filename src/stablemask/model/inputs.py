@@ -1,6 +1,6 @@
 """From the arguments of a call to what its layers need: where rows and keys stand, what scores get added."""
 
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,17 +17,42 @@ Hidden = Annotated[Tensor, "B T width"]
 PseudoRows = Annotated[Tensor, "B|1 H Tq"]
 
 
-class Terms(NamedTuple):
+class Terms:
     """What the position encoding and the remedy contribute to the scores of every layer.
 
-    ``key_rotation`` is given where the cache keeps keys unrotated: it then applies to what the cache returns.
+    It is no tuple and no dataclass, because FSDP would cast the float32 tensors in one to bfloat16.
+
+    Args:
+        rotation: Of queries and keys.
+        key_rotation: Given where the cache keeps keys unrotated: it then applies to what the cache returns.
+        slopes: ALiBi's.
+        bias: Added to the scores.
+        sink: σ, or what gives it.
     """
 
-    rotation: Rotation | None
-    key_rotation: Rotation | None
-    slopes: HeadSlopes | None
-    bias: ScoreBias | None
-    sink: PseudoScores | PseudoRows | float | None
+    def __init__(
+        self,
+        rotation: Rotation | None,
+        key_rotation: Rotation | None,
+        slopes: HeadSlopes | None,
+        bias: ScoreBias | None,
+        sink: PseudoScores | PseudoRows | float | None,
+    ) -> None:
+        self.rotation = rotation
+        self.key_rotation = key_rotation
+        self.slopes = slopes
+        self.bias = bias
+        self.sink = sink
+
+    def to(self, *args: Any, **kwargs: Any) -> "Terms":
+        """The same with every tensor moved, for models spread over several devices."""
+        moved = Terms(**vars(self))
+        for name, value in vars(self).items():
+            if isinstance(value, Rotation):
+                setattr(moved, name, Rotation(*(t.to(*args, **kwargs) for t in value)))
+            elif isinstance(value, Tensor):
+                setattr(moved, name, value.to(*args, **kwargs))
+        return moved
 
 
 def place(

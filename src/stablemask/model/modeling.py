@@ -44,6 +44,8 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.width_of_head
         self.num_heads = config.num_attention_heads
+        self.num_artificial = config.num_artificial  # read here once: a configuration answers slowly
+        self.remedy = config.remedy
         assert config.num_key_value_heads is not None
         width, kv_width = self.num_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -82,11 +84,11 @@ class Attention(nn.Module):
     def _store(self, k: Keys, v: Values, geometry: Geometry, cache: Cache) -> tuple[Keys, Values]:
         """Put new keys into the cache, artificial ones beside it; return all, artificial ones first."""
         new = geometry.new_artificial
-        artificial = cache.__dict__.setdefault("artificial", {}) if self.config.num_artificial else {}
+        artificial = cache.__dict__.setdefault("artificial", {}) if self.num_artificial else {}
         if new:
             artificial[self.layer_idx] = (k[:1, :, :new], v[:1, :, :new])  # the same in every sequence
         k, v = cache.update(k[:, :, new:], v[:, :, new:], self.layer_idx)
-        stop = geometry.num_keys - self.config.num_artificial
+        stop = geometry.num_keys - self.num_artificial
         if k.shape[2] != stop:  # empty slots of a static cache
             k, v = k[:, :, :stop], v[:, :, :stop]
         if artificial:
@@ -103,16 +105,14 @@ class Attention(nn.Module):
             sink = pseudo_rows(sink, geometry, self.num_heads, q) if isinstance(sink, PseudoScores) else sink
             sink = sink[:, heads] if isinstance(sink, Tensor) else sink
         dropout = float(self.config.attention_dropout) if self.training else 0.0
-        if self.config.remedy == "urpe":
+        if self.remedy == "urpe":
             return toeplitz_attention(q, k, v, self.toeplitz, geometry, slopes, bias, dropout)
         options = {"alibi_slopes": slopes, "bias": bias, "dropout": dropout, **geometry.options(q.shape[0])}
         out: Output
         if isinstance(sink, PseudoScores):
             out = stable_attention(q, k, v, sink, **options)
         else:
-            out = sink_attention(
-                q, k, v, self.sinks if self.config.remedy == "learned_sink" else sink, **options
-            )
+            out = sink_attention(q, k, v, self.sinks if self.remedy == "learned_sink" else sink, **options)
         return out
 
     def _heads_here(self, present: int) -> slice | None:

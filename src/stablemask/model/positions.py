@@ -22,9 +22,9 @@ class Rotation(NamedTuple):
     sin: Annotated[Tensor, "B|1 1 T D"]
 
     def __call__(self, x: Heads) -> Heads:
-        """Turn each pair (i, i + D/2) by its angle."""
+        """Turn each pair (i, i + D/2) by its angle, in the finer dtype of the two."""
         left, right = x.chunk(2, -1)
-        return x * self.cos + torch.cat([-right, left], -1) * self.sin
+        return (x * self.cos + torch.cat([-right, left], -1) * self.sin).to(x.dtype)
 
 
 class Positions(nn.Module):
