@@ -1,7 +1,8 @@
 """A headless Chromium for tests of pages: opened from the disk, pointed at, clicked on, typed into, asked.
 
-It is driven by its own protocol over two pipes, so nothing but the browser is needed. `make chromium` installs
-it on Debian. Without it tests are skipped, except where the environment variable CI is set: there they fail.
+It is driven by its own protocol over two pipes, so nothing but the browser is needed. `make chromium`
+installs it on Debian. Without it tests are skipped, except where the environment variable CI is set: there
+they fail.
 """
 
 import base64
@@ -106,9 +107,7 @@ class Chromium:
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        answer = self.send(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

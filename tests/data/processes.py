@@ -11,7 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +35,7 @@ def killed(folder: Path) -> dict[str, object]:
     """SIGKILL before the first touch of the disk, the second, … of what is left, until one comes through."""
     config = corpus(folder)
     deaths, seen = 0, []
-    while (status := _forked(lambda: _doomed(config, touch=2 + deaths % 9))) != 0:
+    while (status := _forked(partial(_doomed, config, touch=2 + deaths % 9))) != 0:
         assert os.WIFSIGNALED(status), f"not killed but failed: {status}"
         assert os.WTERMSIG(status) == signal.SIGKILL
         deaths += 1
@@ -50,7 +52,12 @@ def together(folder: Path) -> dict[str, object]:
     def one() -> None:
         make = tokens._make
         log = work.open("a", buffering=1, encoding="utf-8")
-        tokens._make = lambda *a, **k: (log.write("made\n"), make(*a, **k))[1]  # type: ignore[func-returns-value]
+
+        def logged(*given: Any, **named: Any) -> Any:
+            log.write("made\n")
+            return make(*given, **named)
+
+        tokens._make = logged
         prepare(config, 8, progress=False)
 
     children = [_fork(one) for _ in range(4)]
@@ -94,7 +101,9 @@ def memory(folder: Path) -> dict[str, object]:
         file.write_text(" ".join(f"{n:09d}" for n in numbers), encoding="utf-8")
         small = folder / "small.txt"
         small.write_text("text " * 99, encoding="utf-8")
-        config = DataConfig(str(file), valid=str(small), test=str(small), tokenizer="bytes", cache=str(folder))
+        config = DataConfig(
+            str(file), valid=str(small), test=str(small), tokenizer="bytes", cache=str(folder)
+        )
         report = folder / "report"
 
         def one(config: DataConfig = config, report: Path = report) -> None:

@@ -42,7 +42,7 @@ def test_the_same_weights_as_the_full_training(tmp_path: Path, arm: str) -> None
 
 
 def test_a_setting_that_the_loop_forgot_would_be_seen(tmp_path: Path) -> None:
-    """The comparison above can fail: each setting of the training changes the weights by more than it allows."""
+    """The comparison above can fail: each setting changes the weights by more than it allows."""
     given = recipe(tmp_path)
     weights = trained_here(given)[0].lm_head.weight
     for change in (
