@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from stablemask.data import cache as disk
 from stablemask.data.fragments import PIECE, Fragment, Reading, Source
 from stablemask.data.progress import Bar
@@ -152,6 +149,12 @@ def _split_of(path: Path) -> str:
     return ""
 
 
+def _zstandard(file: BinaryIO) -> io.BufferedReader:
+    import pyarrow as pa  # noqa: PLC0415 - tokens that are on the disk are read without it
+
+    return io.BufferedReader(cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd")))
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """A file's content without its compression, and how many bytes of the file were read so far."""
@@ -160,9 +163,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             ".gz": gzip.open,
             ".bz2": bz2.open,
             ".xz": lzma.open,
-            ".zst": lambda file: io.BufferedReader(
-                cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd"))
-            ),
+            ".zst": _zstandard,
         }
         suffix = path.suffix.lower()
         content = cast("BinaryIO", opener[suffix](raw)) if suffix in opener else raw
@@ -208,10 +209,12 @@ def _jsonl(path: Path, reading: Reading) -> Iterator[Fragment]:
 
 
 def _parquet(path: Path, reading: Reading) -> Iterator[Fragment]:
+    import pyarrow.parquet  # noqa: PLC0415 - as above
+
     size = path.stat().st_size
     try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as a .parquet file: {error}") from error
     with file:
         if reading.column not in file.schema_arrow.names:
