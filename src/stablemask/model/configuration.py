@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -110,6 +110,7 @@ class StableMaskConfig(PreTrainedConfig):
 
     model_type = "stablemask"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads a plain class attribute
+    has_no_defaults_at_init: ClassVar[bool] = True  # stablemask requires a horizon
 
     vocab_size: int = 50257
     hidden_size: int = 512

@@ -24,7 +24,7 @@ from stablemask.reproduce.corpus import Corpus
 CURVE_POINTS = 5
 CURVE_TOKENS = 131_072
 TIMES = (1, 2, 4, 8, 16)
-_LONG_TOKENS = 65_536
+_LONG_TOKENS = 32_768
 _SINK_TEXTS = 32
 _BATCH = 32
 
