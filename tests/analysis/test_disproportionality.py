@@ -108,7 +108,8 @@ def test_degrees_are_sums_over_inputs(remedy: str) -> None:
             over = excess(layers.attention_map(layer, head), shares)
             expected[layer, head] += float(source.probabilities(ids)) * float(over > 0.3)
     assert torch.allclose(found.degree(0.3), expected)
-    assert 0 < expected.min() < expected.max() <= 1
+    assert 0 < expected.min() < expected.max()
+    assert found.degree(0.3).max() <= 1, "summed probabilities may round to more"
     assert (found.degree(0.5) <= found.degree(0.3)).all()
     assert (found.degree(0.3, weak=True) >= found.degree(0.3)).all()
 

@@ -57,10 +57,13 @@ def pack(model: ModelView, length: int) -> Packed:
 
 
 def fitting_length(models: list[ModelView], budget: int) -> int:
-    """The largest number of rows, the same for all models, that surely fits into ``budget`` characters."""
+    """The largest number of rows, the same for all models, that surely fits into ``budget`` characters.
+
+    It is below 1 where not even one row does.
+    """
     longest = max(len(model.tokens) for model in models)
     heads = sum(model.num_layers * model.num_heads for model in models)
-    numbers = budget / 4 * 3 / 2 * 0.99  # base64, two bytes each; deflate adds less than a hundredth
+    numbers = max(0, budget) / 4 * 3 / 2 * 0.99  # base64, two bytes each; deflate adds less than a hundredth
     return min(longest, math.isqrt(int(2 * numbers / heads)) - 2)
 
 
