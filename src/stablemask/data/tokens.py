@@ -181,7 +181,7 @@ class _Writer:
         """End the last document."""
         if self.state.documents:
             self._append([self.end], [], 0, 0)
-        self._save()
+        self._flush()  # not saved: who went on from here would end the document twice
 
     def _append(self, ids: list[int], starts: list[int], pieces: int, text_bytes: int) -> None:
         with disk.writing(self.folder):
@@ -195,10 +195,14 @@ class _Writer:
             text_bytes=self.state.text_bytes + text_bytes,
         )
 
-    def _save(self) -> None:
+    def _flush(self) -> None:
         with disk.writing(self.folder):
             for file in (self.tokens, self.starts):
                 file.flush()
                 os.fsync(file.fileno())
+
+    def _save(self) -> None:
+        self._flush()
+        with disk.writing(self.folder):
             disk.write_atomically(self.folder / "progress.json", json.dumps(asdict(self.state)))
         self.saved = time.monotonic()

@@ -1,0 +1,62 @@
+"""Preparing a corpus survives being killed, running many times at once and a full disk, in little memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KIB_OF_A_MIB = 2**10
+
+
+def scene(name: str, folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.data.processes", str(folder), name],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_killed_at_every_touch_of_the_disk(tmp_path: Path) -> None:
+    found = scene("killed", tmp_path)
+    assert found["deaths"] >= 20
+    assert found["half-written"] >= 5, "it was killed in the middle of tokenising"
+    assert found["same"]
+
+
+def test_of_several_processes_one_does_the_work(tmp_path: Path) -> None:
+    found = scene("together", tmp_path)
+    assert found["codes"] == [0] * 4
+    assert found["made"] == 3, "each split once"
+
+
+def test_a_full_disk_is_named_and_survived(tmp_path: Path) -> None:
+    found = scene("full", tmp_path)
+    failed, again = found["codes"]
+    assert failed != 0
+    assert again == 0
+    assert str(tmp_path / "cache") in found["message"]
+    assert "cannot be written: File too large" in found["message"]
+    assert "The same call continues what is begun" in found["message"]
+    assert found["same"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """The second corpus is 24 MiB larger: held whole as bytes it would cost that, as Python's ints 9 times it.
+
+    Less than half of it leaves room for what the allocator keeps from one batch to the next.
+    """
+    small, large = scene("memory", tmp_path)["rises"]
+    assert small > 0
+    assert large - small < 12 * KIB_OF_A_MIB
