@@ -53,9 +53,9 @@ def test_a_full_disk_is_named_and_survived(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    """The second corpus is 24 MiB larger: held whole as bytes it would cost that, as Python's ints 9 times it.
+    """The second corpus is 24 MiB larger, which is what holding it would cost at the very least, as bytes.
 
-    Less than half of it leaves room for what the allocator keeps from one batch to the next.
+    Less than half of that leaves room for what the allocator keeps from one batch to the next.
     """
     small, large = scene("memory", tmp_path)["rises"]
     assert small > 0
