@@ -10,22 +10,11 @@ import torch
 
 import stablemask
 from stablemask import shapes
+from stablemask.cli import COMMANDS
+from tests.pages import blocks, run_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(python[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUNS, COMPILES = "python", "python {.cuda}"
-
-
-def snippets(page: Path) -> list[tuple[str, str, int]]:
-    """(info string, code, line of the page on which the code begins) of every Python block."""
-    text = page.read_text(encoding="utf-8")
-    return [(m[1].strip(), m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)]
-
-
-def compiled(page: Path, code: str, line: int) -> object:
-    """The code with the page's own line numbers, so that a failure points into the page."""
-    return compile("\n" * (line - 1) + code, str(page), "exec")
 
 
 def read(path: str) -> str:
@@ -36,34 +25,57 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name)
-def test_snippets_run_in_order(page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for info, code, line in snippets(page):
-        program = compiled(page, code, line)
-        if info == RUNS:
-            exec(program, namespace)  # noqa: S102 - running the page's own code is the test
-        else:
-            assert info == COMPILES, f"{name(page)}:{line}: {info!r} is neither {RUNS!r} nor {COMPILES!r}"
+    run_page(page, tmp_path)
 
 
-def test_a_wrong_snippet_fails(tmp_path: Path) -> None:
+PYTHON, COMMAND, OTHER = "```python\n{}\n```\n", "```sh\n{}\n```\n", "```python {{.cuda}}\n{}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("fence", "wrong"),
+    [
+        (PYTHON, "assert 1 + 1 == 3"),
+        (OTHER, "x = ("),
+        (COMMAND, "stablemask no-such-command"),
+        (COMMAND, "stablemask inspect HuggingFaceTB/SmolLM2-135M --file your.txt --text both"),
+        (COMMAND, "stablemask train recipes/no-such-recipe.toml"),
+        (COMMAND, "torchrun --nproc-per-node 3 -m stablemask.cli train recipes/tiny.toml"),
+        (COMMAND, "make no-such-target"),
+        (COMMAND, "pip install 'stablemask[no-such-extra]'"),
+        (COMMAND, "python -m benchmarks.attention --no-such-option"),
+        (COMMAND, "no-such-program"),
+    ],
+)
+def test_a_wrong_block_fails(
+    fence: str,
+    wrong: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.md"
-    blocks = "```python\nassert 1 + 1 == 3\n```\n\n```python {.cuda}\nx = (\n```\n"
-    page.write_text("# Page\n\n" + blocks, encoding="utf-8")
-    (runs, wrong, line), (compiles, broken, _) = snippets(page)
-    assert (runs, line, compiles) == (RUNS, 4, COMPILES)
-    with pytest.raises(AssertionError):
-        exec(compiled(page, wrong, line))  # noqa: S102 - as above
-    with pytest.raises(SyntaxError):
-        compiled(page, broken, line)
+    page.write_text("# Page\n\n" + PYTHON.format("x = 1") + "\n" + fence.format(wrong), encoding="utf-8")
+    assert [block.line for block in blocks(page)] == [4, 8]
+    with pytest.raises((AssertionError, SyntaxError)):
+        run_page(page, tmp_path)
 
 
-def test_every_python_block_is_found() -> None:
+def test_every_block_is_found() -> None:
     for page in PAGES:
-        opened = re.findall(r"^\s*```+ *\{? *\.?(?:python|py)\b", read(name(page)), re.MULTILINE)
-        assert len(opened) == len(snippets(page)), f"{name(page)}: a block is indented or oddly fenced"
+        fences = r"^\s*```+ *\{? *\.?(?:python|py|sh|shell|bash|console|zsh)\b"
+        opened = re.findall(fences, read(name(page)), re.MULTILINE)
+        assert len(opened) == len(blocks(page)), f"{name(page)}: a block is indented or oddly fenced"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_named_in_the_text_exist(page: Path) -> None:
+    named = re.findall(r"`stablemask ([a-z]+)[ `]", read(name(page)))
+    assert [command for command in named if command not in COMMANDS] == []
 
 
 def tree_paths(readme: str) -> list[str]:

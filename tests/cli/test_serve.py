@@ -1,15 +1,10 @@
 """A real server process, asked by a real client, answers what ``generate`` gives, and refuses the rest."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +19,7 @@ from stablemask.hf.serving import build_app, why_not_continuous
 from stablemask.model.configuration import POSITIONS, REMEDIES
 from tests import text
 from tests.model import tiny
+from tests.server import started
 
 CONTEXT = 96
 PROMPTS = ["The quick brown", "A", "snow, and sometimes rain", "Question: what?\nAnswer:", "fox " * 12]
@@ -69,26 +65,6 @@ class Server(NamedTuple):
             return error.code, error.read().decode()
 
 
-@contextmanager
-def started(folder: Path, *options: str) -> Iterator[str]:
-    """The URL of a server, which has to end by itself when it is interrupted."""
-    command = [sys.executable, "-m", "stablemask.cli", "serve", str(folder), "--port", "0", *options]
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "home"),
-        "PYTHONUNBUFFERED": "1",
-    }
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout
-        line = next((line for line in process.stdout if "Serving" in line), None)
-        assert line, f"the server ended with {process.wait()}"
-        yield line.split(" at ")[1].split(",")[0]
-        assert process.poll() is None, "the server died"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-
-
 def save(folder: Path, model: PreTrainedModel) -> Path:
     model.save_pretrained(folder)
     text.tokenizer().save_pretrained(folder)
@@ -109,7 +85,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model.config.max_position_embeddings = CONTEXT
         stablemask.hf.enable(model, gamma=0.5, horizon=16)
     folder = save(tmp_path_factory.mktemp(request.param) / "a-model", model)
-    with started(folder) as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with (
+        started(folder, "--port", "0") as url,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
+    ):
         yield Server(url, "a-model", model, client)
 
 

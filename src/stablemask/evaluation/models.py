@@ -50,5 +50,6 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def describe(path: str) -> str:
-    """What a table calls the model: the last part of its path."""
-    return Path(path).name or path
+    """What a table calls the model: the last part of its path, or the run's name for RUN/model."""
+    folder = Path(path)
+    return (folder.parent.name if folder.name == "model" else "") or folder.name or path
