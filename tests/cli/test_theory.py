@@ -1,19 +1,43 @@
 """``stablemask theory``: every statement has its verdict, and a control that fails is seen."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stablemask.cli import main
+from stablemask.cli import main, terminal
 from stablemask.cli import theory as module
 
 QUICK = ["theory", "--length", "48", "--gammas", "0", "0.5", "--steps", "3"]
+WITHOUT_TRAINING = {
+    "The first layer recovers": "in part",
+    "Embeddings need a 1 and ": "in part",
+    "W_Q = W_K = 0 makes ever": "in part",
+    "Past the training length": "holds",  # of 2 × 48 tokens; not of 2 × 1024 in float32
+    "Proposition 1: (1) alway": "holds",
+    "I(X≤i)/I(X≤n) ≥ I(Ω≤i)/I": "in part",
+    "softCopyLast is causally": "holds",
+}
 
 
 @pytest.fixture(autouse=True)
-def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_sequences_on_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TOKENS", 5)
+    monkeypatch.setattr(terminal, "_WIDTH_OF_A_PIPE", 600)
+
+
+def claims(printed: str) -> dict[str, tuple[str, str]]:
+    """Verdict and what was found, by how a statement begins."""
+    rows = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    stated = [row for row in rows if len(row) == 4 and row[0].startswith(("Appendix", "§"))]
+    return {statement[:24]: (verdict, found) for _, statement, verdict, found in stated}
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    found = re.search(pattern.replace("#", r"(\d\.\d{3})"), text)
+    assert found is not None
+    return [float(number) for number in found.groups()]
 
 
 def test_statements_and_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,8 +50,33 @@ def test_statements_and_what_was_found(capsys: pytest.CaptureFixture[str]) -> No
     assert [row[2:6] for row in rows if row[1] == "0"] == [["48"] * 4] * 2
     assert int(rows[1][5]) < 28
     assert rows[1][6:9] == [str(int(rows[1][5]) + 1), "→", rows[1][5]]
-    verdicts = printed.split("The paper's statements")[1]
-    assert [verdicts.count(v) for v in ("holds", "in part", "does not hold")] == [4, 5, 2]
+    found = claims(printed)
+    assert len(found) == len(WITHOUT_TRAINING) + 4
+    assert {statement: found[statement][0] for statement in WITHOUT_TRAINING} == WITHOUT_TRAINING
+
+
+def test_verdicts_on_trained_decoders_follow_from_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """What three steps of training lead to is another matter."""
+    assert main(QUICK) == 0
+    found = claims(capsys.readouterr().out)
+
+    verdict, text = found["Any regular decoder is p"]
+    weak = [*numbers(text, "# trained, # trained with StableMask"), *numbers(text, "# with steep RoPE")]
+    assert weak == [1.0, 1.0, 0.0]
+    assert verdict == "in part"
+
+    verdict, text = found["… and disproportional by"]
+    low, high = numbers(text, "from # to #")
+    assert low <= high
+    assert verdict == ("holds" if low > 0.5 else "does not hold")
+
+    verdict, text = found["Pseudo scores handle dis"]
+    without, with_pseudo_scores = numbers(text, "# without, # with")
+    assert verdict == ("holds" if with_pseudo_scores <= without / 2 else "does not hold")
+
+    verdict, text = found["On identical tokens a re"]
+    assert numbers(text, "by # with StableMask")[0] > 0
+    assert verdict == "holds"
 
 
 def test_a_control_that_fails_is_seen(
