@@ -108,7 +108,7 @@ def test_a_run_is_written_down_and_resumed(
     text = (tmp_path / "x.jsonl").read_text(encoding="utf-8")
     assert text.count("\n") == 4  # the machine, a case and two notes
     assert "SM-I" in capsys.readouterr().out
-    monkeypatch.setattr(Models, "measure", None)
+    monkeypatch.setattr(Models, "measure", lambda *_: pytest.fail("it was measured already"))
     assert models.run(options(resume=True)) == 0
     assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == text
     with pytest.raises(FileExistsError, match="--resume"):
