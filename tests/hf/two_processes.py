@@ -159,6 +159,11 @@ def sharded_in_bfloat16(_: Path) -> dict[str, Tensor]:
 # Tensor parallel
 
 ENABLED = [name for name in tiny.SUPPORTED if getattr(tiny.config(name), "base_model_tp_plan", None)]
+PARTLY_FLOAT32 = (
+    "mixtral",
+    "gemma2",
+    "gemma3_text",
+)  # their routers and norms compute in it, whatever they get
 SPLIT: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: partial(doors.enabled, name) for name in ENABLED},
     "listed decays": partial(doors.enabled, "llama", gamma=[0.5, 0.02, 0.1, 0.3]),
@@ -167,14 +172,18 @@ SPLIT: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def split_up(folder: Path) -> dict[str, Tensor]:
-    """Logits, greedy tokens and gradients of saved models whose heads are spread over the processes."""
+    """Logits, greedy tokens and gradients of saved models whose heads are spread over the processes.
+
+    In float64: a sum in two parts rounds differently, and in float32 small gradients show it in five digits.
+    """
     found = {}
     for name, make in SPLIT.items():
         if dist.is_initialized():
-            model = AutoModelForCausalLM.from_pretrained(folder / name, tp_plan="auto")
+            model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, tp_plan="auto")
             assert any(isinstance(p, DTensor) for p in model.parameters()), name
         else:
-            model = make()
+            model = make().double()
+        model.set_experts_implementation("eager")  # the other one has no float64
         ids = doors.tokens(2)
         out = model.eval()(input_ids=ids, labels=ids, use_cache=False)
         found[f"{name}: logits"] = whole(out.logits)
