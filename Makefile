@@ -7,12 +7,13 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BROWSERS := chromium chromium-browser google-chrome chrome
 # One thread a worker: two workers with two threads each would fight for two cores. Triton decides at its import whether it
 # interprets kernels, so the whole run does.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_INTERPRET=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz bench docs figures test-gpu bench-gpu compile-gate clean
+.PHONY: help setup demo chromium test check fuzz bench docs figures test-gpu bench-gpu compile-gate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,17 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## show what StableMask does to attention, in a few seconds
 	$(BIN)/python -m stablemask.cli demo
+
+chromium:  ## find a browser for the tests of pages, or install Debian's (as root)
+	@for name in $(BROWSERS); do command -v $$name && exit 0; done; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get -qq -o Acquire::Retries=3 update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o Acquire::Retries=3 install --no-install-recommends chromium; \
+	else \
+		echo "no browser: none of $(BROWSERS) is found. Debian, as root: make chromium." \
+			"Elsewhere: install Chromium or Chrome under one of these names, or go without: its tests are skipped." >&2; \
+		exit 1; \
+	fi
 
 test: $(STAMP)  ## run every test that needs no GPU
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --ignore=tests/gpu $(PYTEST_ARGS)
