@@ -28,12 +28,13 @@ from stablemask.evaluation.cells import Cell, write_text
 from stablemask.evaluation.position_tasks import TASKS, Encoding, Setting, position_task
 from stablemask.measuring import environment, threads
 from stablemask.model import StableMaskForCausalLM
-from stablemask.reproduce import measurements
+from stablemask.reproduce import extras, measurements
 from stablemask.reproduce.corpus import Corpus, open_corpus
 from stablemask.reproduce.loop import make_model, train
 from stablemask.reproduce.study import POSITION_TASKS, Entry, Study
 from stablemask.training.recipe import Precision, Recipe
 
+PRETRAINING = "pretraining"
 POSITION_LENGTH = 64
 _POSITION_UPDATES = 600
 
@@ -87,9 +88,10 @@ def cell_of(study: Study, entry: Entry, conditions: Conditions) -> Cell:
     if is_position(entry):
         setting = {"length": POSITION_LENGTH, "updates": _POSITION_UPDATES}
         return Cell(POSITION_TASKS, {**common, **setting})
-    recipe = study.recipe(entry.group, seed=entry.seed, precision=conditions.precision).table()
-    recipe["data"] = {name: recipe["data"][name] for name in ("tokenizer", "packing")}
-    return Cell("pretraining", {**common, "recipe": recipe, "corpus": conditions.corpus})
+    if extras.is_extra(entry):
+        return Cell(extras.kind(entry), {**common, **extras.settings(study, entry, conditions)})
+    recipe = study.settings(entry.group, seed=entry.seed, precision=conditions.precision)
+    return Cell(PRETRAINING, {**common, "recipe": recipe, "corpus": conditions.corpus})
 
 
 def path_of(results: Path, cell: Cell) -> Path:

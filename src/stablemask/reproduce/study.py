@@ -12,6 +12,7 @@ from stablemask.training.recipe import ALTERNATIVES, Precision, Recipe, parse
 from stablemask.training.toml import merge
 
 POSITION_TASKS = "position"
+_KINDS = ("sizes", "positions", "arms")
 
 
 class Entry(NamedTuple):
@@ -59,9 +60,11 @@ class Study:
 
     def recipe(self, group: str, *, seed: int = 0, precision: Precision = "fp32") -> Recipe:
         """The recipe of a group "size/position/arm"."""
-        names = dict(zip(("sizes", "positions", "arms"), group.split("/"), strict=True))
+        names = group.split("/")
+        if len(names) != len(_KINDS):
+            raise ValueError(f"group: got {group!r}; allowed: size/position/arm")
         table: dict[str, Any] = dict(self.tables["common"])
-        for kind, name in names.items():
+        for kind, name in zip(_KINDS, names, strict=True):
             if name not in self.tables[kind]:
                 raise ValueError(f"group: got {group!r}; allowed {kind}: {', '.join(self.tables[kind])}")
             table = merge(table, self.tables[kind][name], ALTERNATIVES)
@@ -69,6 +72,12 @@ class Study:
         recipe = parse(Recipe, merge(table, own, ALTERNATIVES), f"study: {group}")
         recipe.check()
         return recipe
+
+    def settings(self, group: str, *, seed: int = 0, precision: Precision = "fp32") -> dict[str, Any]:
+        """Everything of that recipe that decides what is learned from a given text."""
+        table = self.recipe(group, seed=seed, precision=precision).table()
+        table["data"] = {name: table["data"][name] for name in ("tokenizer", "packing")}
+        return table
 
     def entries(self) -> list[Entry]:
         """Every model, what matters most first: within a run, seed by seed, so that pairs are complete."""

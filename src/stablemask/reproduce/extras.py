@@ -1,0 +1,92 @@
+"""Cells beside the study: what tables and figures of the paper need and no training of the study gives.
+
+A group is "kind/what". Each has one cell, of seed 0:
+
+* ``sizes/160m``: million parameters of a named size, and of the widths that the paper prints for it;
+* ``theory/…``: the theorems, see ``reproduce.theory``;
+* ``latency/16+64``: generation, prompt 16 and output 64, with the larger model of the study;
+* ``heads/small/rope/none``: attention of a trained model of the study on the first tokens of a document;
+* ``downstream/small/rope/none``: its accuracies in downstream tasks.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stablemask.model.sizes import SIZES
+from stablemask.reproduce.study import Entry, Study
+
+if TYPE_CHECKING:
+    from stablemask.reproduce.cells import Conditions
+
+LATENCY_MODEL = "medium/rope/stablemask"
+HEADS_TOKENS = 24
+DOWNSTREAM_LIMIT = 500
+_ON_MODELS = ("heads", "downstream")
+_PAIR = ("small/rope/none", "small/rope/stablemask")
+_PLACES = ((16, 16), (16, 64), (64, 64), (256, 16), (256, 64))
+
+Settings = dict[str, Any]
+
+_SETTINGS: Mapping[str, Callable[[Study, Entry, "Conditions"], Settings]] = {
+    "sizes": lambda *_: {"device": "cpu", "vocabulary": 50257},
+    "theory": lambda *_: {"device": "cpu"},
+    "latency": lambda study, entry, _: {
+        "model": study.settings(LATENCY_MODEL)["model"],
+        **dict(zip(("prompt", "output"), lengths(entry), strict=True)),
+    },
+    "heads": lambda *given: {**_model(*given), "tokens": HEADS_TOKENS},
+    "downstream": lambda *given: {**_model(*given), "limit": DOWNSTREAM_LIMIT},
+}
+
+CONSTRUCTIONS = {"0": 0.0, "1:256": 1 / 256, "1:128": 1 / 128, "1:16": 1 / 16, "1:2": 1 / 2}
+GROUPS: tuple[str, ...] = (
+    *(f"sizes/{size}" for size in SIZES),
+    *("theory/rows", "theory/entropies-met", "theory/entropies-all"),
+    *(f"theory/construction-{name}" for name in CONSTRUCTIONS),
+    *(f"theory/{source}-{remedy}" for source in ("chain", "copy") for remedy in ("none", "stablemask")),
+    *(f"heads/{group}" for group in _PAIR),
+    *(f"latency/{prompt}+{output}" for prompt, output in _PLACES),
+    *(f"downstream/{group}" for group in _PAIR),
+)
+
+
+def entries() -> list[Entry]:
+    """One of each group, quick ones first."""
+    return [Entry(group, 0) for group in GROUPS]
+
+
+def kind(entry: Entry) -> str:
+    """What sort of cell it is: the beginning of its group."""
+    return entry.group.split("/")[0]
+
+
+def is_extra(entry: Entry) -> bool:
+    """Whether it is beside the study."""
+    return kind(entry) in _SETTINGS
+
+
+def model_entry(entry: Entry) -> Entry | None:
+    """The model of the study that it looks at, if it does."""
+    return Entry(entry.group.partition("/")[2], 0) if kind(entry) in _ON_MODELS else None
+
+
+def settings(study: Study, entry: Entry, conditions: "Conditions") -> Settings:
+    """What decides its values, beside what all cells have."""
+    if entry not in entries():
+        raise ValueError(
+            f"group: got {entry.group!r}, seed {entry.seed}; allowed: seed 0 of {', '.join(GROUPS)}"
+        )
+    return _SETTINGS[kind(entry)](study, entry, conditions)
+
+
+def lengths(entry: Entry) -> tuple[int, int]:
+    """Prompt and output of a group of latencies."""
+    prompt, output = entry.group.partition("/")[2].split("+")
+    return int(prompt), int(output)
+
+
+def _model(study: Study, entry: Entry, conditions: "Conditions") -> Settings:
+    seen = model_entry(entry)
+    assert seen is not None
+    recipe = study.settings(seen.group, seed=seen.seed, precision=conditions.precision)
+    return {"recipe": recipe, "corpus": conditions.corpus}
