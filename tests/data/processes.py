@@ -1,15 +1,8 @@
-"""Processes that prepare the same corpus and die of it: ``python -m tests.data.processes FOLDER SCENE``.
-
-One interpreter imports everything and forks, before anything has started a thread.
-"""
+"""Scenes of processes that prepare the same corpus, and die of it."""
 
 import json
 import os
 import resource
-import signal
-import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from stablemask.data import DataConfig, prepare, tokens
+from tests import scenes
 
-_TOUCHING_DISK = ("open", "os.rename", "os.truncate", "os.mkdir", "os.remove", "shutil.rmtree")
 _DOCUMENTS = 60
 
 
@@ -35,9 +28,7 @@ def killed(folder: Path) -> dict[str, object]:
     """SIGKILL before the first touch of the disk, the second, … of what is left, until one comes through."""
     config = corpus(folder)
     deaths, seen = 0, []
-    while (status := _forked(partial(_doomed, config, touch=1 + deaths))) != 0:
-        assert os.WIFSIGNALED(status), f"not killed but failed: {status}"
-        assert os.WTERMSIG(status) == signal.SIGKILL
+    while scenes.killed(scenes.forked(partial(_doomed, config, touch=1 + deaths))):
         deaths += 1
         seen.append(sorted(path.name for path in (folder / "cache" / "tokens").glob("*.begun")) != [])
         assert deaths < 500
@@ -60,7 +51,7 @@ def together(folder: Path) -> dict[str, object]:
         tokens._make = logged
         prepare(config, 8, progress=False)
 
-    children = [_fork(one) for _ in range(4)]
+    children = [scenes.fork(one) for _ in range(4)]
     codes = [os.waitpid(child, 0)[1] for child in children]
     return {"codes": codes, "made": work.read_text(encoding="utf-8").count("made")}
 
@@ -84,7 +75,7 @@ def full(folder: Path) -> dict[str, object]:
         one()
 
     config = replace(config, tokenizer="bytes")
-    codes = [_forked(limited), _forked(one)]
+    codes = [scenes.forked(limited), scenes.forked(one)]
     return {
         "codes": codes,
         "message": message.read_text(encoding="utf-8"),
@@ -114,7 +105,7 @@ def memory(folder: Path) -> dict[str, object]:
             assert isinstance(blocks._stream, np.memmap)
             report.write_text(str(rise), encoding="utf-8")
 
-        assert _forked(one) == 0
+        assert scenes.forked(one) == 0
         rises.append(int(report.read_text(encoding="utf-8")))
     return {"rises": rises}
 
@@ -129,16 +120,7 @@ def _highest(*, reset: bool = False) -> int:
 
 def _doomed(config: DataConfig, *, touch: int) -> None:
     tokens._BATCH, tokens._SAVED_EVERY = 2**10, 0.0
-    touches = 0
-
-    def hook(event: str, args: tuple[object, ...]) -> None:
-        nonlocal touches
-        if event in _TOUCHING_DISK and config.cache in str(args[0]):
-            touches += 1
-            if touches == touch:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+    scenes.die_at(touch, Path(config.cache))
     prepare(config, 8, progress=False)
 
 
@@ -154,22 +136,5 @@ def _never_killed(config: DataConfig) -> list[object]:
     return _streams(replace(config, cache=config.cache + "-never-killed"))
 
 
-def _forked(work: Callable[[], None]) -> int:
-    return os.waitpid(_fork(work), 0)[1]
-
-
-def _fork(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        work()
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must not go on as its parent
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    print(json.dumps(globals()[sys.argv[2]](Path(sys.argv[1]))))  # noqa: T201 - read by the test
+    scenes.main(killed, together, full, memory)

@@ -1,47 +1,31 @@
 """Preparing a corpus survives being killed, running many times at once and a full disk, in little memory."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import scenes
+
+PROCESSES = "tests.data.processes"
 KIB_OF_A_MIB = 2**10
-
-
-def scene(name: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.data.processes", str(folder), name],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 @pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk(tmp_path: Path) -> None:
-    found = scene("killed", tmp_path)
+    found = scenes.play(PROCESSES, "killed", tmp_path)
     assert found["deaths"] >= 20
     assert found["half-written"] >= 5, "it was killed in the middle of tokenising"
     assert found["same"]
 
 
 def test_of_several_processes_one_does_the_work(tmp_path: Path) -> None:
-    found = scene("together", tmp_path)
+    found = scenes.play(PROCESSES, "together", tmp_path)
     assert found["codes"] == [0] * 4
     assert found["made"] == 3, "each split once"
 
 
 def test_a_full_disk_is_named_and_survived(tmp_path: Path) -> None:
-    found = scene("full", tmp_path)
+    found = scenes.play(PROCESSES, "full", tmp_path)
     failed, again = found["codes"]
     assert failed != 0
     assert again == 0
@@ -57,6 +41,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
 
     Less than half of that leaves room for what the allocator keeps from one batch to the next.
     """
-    small, large = scene("memory", tmp_path)["rises"]
+    small, large = scenes.play(PROCESSES, "memory", tmp_path)["rises"]
     assert small > 0
     assert large - small < 12 * KIB_OF_A_MIB
