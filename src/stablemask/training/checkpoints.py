@@ -8,7 +8,11 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
@@ -17,12 +21,11 @@ _CHUNK = 2**22
 
 def seal(checkpoint: Path) -> None:
     """Bring all files of a checkpoint to the disk and write its manifest."""
-    files = {}
-    for path in sorted(checkpoint.iterdir()):
-        if path.name != MANIFEST:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[path.name] = {"bytes": path.stat().st_size, "blake2b": _checksum(path)}
+    flush(checkpoint)
+    files = {
+        path.name: {"bytes": path.stat().st_size, "blake2b": _checksum(path)}
+        for path in sorted(checkpoint.iterdir())
+    }
     write_atomically(checkpoint / MANIFEST, json.dumps({"files": files}, indent=1))
     sync(checkpoint.parent)
 
@@ -34,7 +37,7 @@ def damage(checkpoint: Path) -> str | None:
         files = {str(name): (int(file["bytes"]), file["blake2b"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return "it was not written to its end"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     for name, (size, checksum) in files.items():
         path = checkpoint / name
@@ -42,7 +45,11 @@ def damage(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _checksum(path) != checksum:
+        try:
+            found = _checksum(path)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != checksum:
             return f"{name} does not have the content that was written"
     return None
 
@@ -68,10 +75,14 @@ def newest_whole(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, damaged
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints; what was never finished counts for nothing."""
-    finished = [path for path in find(folder) if (path / MANIFEST).is_file()]
-    for path in find(folder):
+def rotate(written: Path, keep: int) -> None:
+    """Keep the checkpoint just written and the newest of those before it, remove the others.
+
+    Those after it are what the run has passed over; what was never finished counts for nothing.
+    """
+    found = find(written.parent)
+    finished = [path for path in found[found.index(written) :] if (path / MANIFEST).is_file()]
+    for path in found:
         if path not in finished[:keep]:
             remove(path)
 
@@ -80,6 +91,26 @@ def remove(checkpoint: Path) -> None:
     """Remove a checkpoint, its manifest first: what is left of it if this is interrupted is not whole."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
+
+
+@contextmanager
+def writing(path: Path, folder: Path) -> Iterator[None]:
+    """Errors while something is written for the run in a folder, with what to do about them."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise OSError(
+            f"{path} cannot be written: {error}; allowed: a folder with enough space that this user may "
+            f"write. {kept(folder)}"
+        ) from error
+
+
+def kept(folder: Path) -> str:
+    """From where the run in a folder would go on."""
+    found, _ = newest_whole(folder)
+    if found is None:
+        return "There is no checkpoint yet; the same command begins anew"
+    return f"{found.name} is whole; the same command goes on from there"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -91,6 +122,13 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     new.replace(path)
     sync(path.parent)
+
+
+def flush(folder: Path) -> None:
+    """Bring all files of a folder to the disk."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:

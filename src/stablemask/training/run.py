@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.utils import logging as hf_logging
 
 from stablemask.data import Splits, prepare
@@ -100,12 +100,15 @@ def train(
 
 
 def _finished(recipe: Recipe, folder: Path) -> Summary | None:
-    path = folder / SUMMARY
-    if not path.is_file():
+    try:
+        fields: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = Summary(**{**fields, "model": folder / MODEL})
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+    if not summary.model.is_dir():
         return None
     _compare(recipe, folder)
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Summary(**{**fields, "model": folder / MODEL})
+    return summary
 
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -117,6 +120,13 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             f"batch_size: got {config.sequences} sequences; allowed: multiples of accumulation × processes = "
             f"{config.accumulation} × {processes}"
         )
+    trackers = get_available_reporting_integrations()
+    for name in config.report_to:
+        if name not in trackers:
+            raise ValueError(
+                f"report_to: got {name!r}; allowed: {', '.join(trackers) or 'nothing'}, the trackers of "
+                "transformers that are installed here"
+            )
     gpu = torch.cuda.is_available()
     if gpu and processes == 1 and torch.cuda.device_count() > 1:
         raise ValueError(
@@ -159,20 +169,15 @@ def _only_run(folder: Path, main: bool) -> Iterator[None]:
     if not main:
         yield
         return
-    try:
+    lock = FileLock(folder / ".lock")
+    with checkpoints.writing(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"folder: got {str(folder)!r}, where another process trains; allowed: any other"
-        ) from None
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"folder: {str(folder)!r} cannot be written: {error.strerror or error}; allowed: a folder that "
-            "this user may write",
-        ) from error
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"folder: got {str(folder)!r}, where another process trains; allowed: any other"
+            ) from None
     try:
         yield
     finally:
@@ -202,18 +207,26 @@ def _claim(recipe: Recipe, folder: Path, splits: Splits) -> None:
             f"folder: got {str(folder)!r}, which has checkpoints but no {RUN}; allowed: a new one"
         )
     about = {"recipe": recipe.table(), "data": data}
-    checkpoints.write_atomically(folder / RUN, json.dumps(about, indent=1) + "\n")
+    with checkpoints.writing(folder / RUN, folder):
+        checkpoints.write_atomically(folder / RUN, json.dumps(about, indent=1) + "\n")
 
 
 def _compare(recipe: Recipe, folder: Path, data: dict[str, str] | None = None) -> None:
-    about = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    before, now = _flat(about["recipe"]), _flat(json.loads(json.dumps(recipe.table())))
+    try:
+        about = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        before, of_data = _flat(about["recipe"]), about["data"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"folder: got {str(folder)!r}, whose {RUN} cannot be read ({error}), so that nobody knows which "
+            f"run it holds; allowed: a new folder, or this one with its {RUN}"
+        ) from error
+    now = _flat(json.loads(json.dumps(recipe.table())))
     different = [
         f"{'.'.join(name)}: {before.get(name)!r} → {now.get(name)!r}"
         for name in sorted({*before, *now} - set(_FREE))
         if before.get(name) != now.get(name)
     ]
-    if data is not None and about["data"] != data:
+    if data is not None and of_data != data:
         different.append("the text of the data")
     if different:
         raise ValueError(
@@ -262,6 +275,8 @@ def _find_checkpoint(folder: Path, main: bool, progress: bool) -> Path | None:
         found[0], damaged = checkpoints.newest_whole(folder)
         for checkpoint, reason in damaged.items():
             say(f"{checkpoint} is damaged: {reason}; it is passed over")
+        if damaged and found[0] is None:
+            say(f"no checkpoint in {folder} is whole: the run begins anew")
         if found[0] is not None and progress:
             say(f"going on from {found[0]}")
     return broadcast_object_list(found)[0]  # type: ignore[no-any-return]
@@ -284,20 +299,18 @@ def _finish(recipe: Recipe, folder: Path, trainer: PretrainingTrainer, splits: S
     state = trainer.full_weights()
     if trainer.is_world_process_zero():
         try:
+            with checkpoints.writing(summary.model, folder):
+                shutil.rmtree(new, ignore_errors=True)
+                trainer.decoder.config.use_cache = True
+                trainer.decoder.save_pretrained(new, state_dict=state)
+                splits.tokenizer.save_pretrained(new)
+                write_card(new, recipe, splits, history, asdict(summary))
+                checkpoints.flush(new)
+                shutil.rmtree(summary.model, ignore_errors=True)
+                new.rename(summary.model)
+                fields = {**asdict(summary), "model": MODEL}
+                checkpoints.write_atomically(folder / SUMMARY, json.dumps(fields, indent=1) + "\n")
+        finally:
             shutil.rmtree(new, ignore_errors=True)
-            trainer.decoder.config.use_cache = True
-            trainer.decoder.save_pretrained(new, state_dict=state)
-            splits.tokenizer.save_pretrained(new)
-            write_card(new, recipe, splits, history, asdict(summary))
-            shutil.rmtree(summary.model, ignore_errors=True)
-            new.rename(summary.model)
-            fields = {**asdict(summary), "model": MODEL}
-            checkpoints.write_atomically(folder / SUMMARY, json.dumps(fields, indent=1) + "\n")
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(new, ignore_errors=True)
-            raise OSError(
-                f"{summary.model} cannot be written: {error}. The last checkpoint is whole; the same command "
-                "goes on from there"
-            ) from error
     trainer.accelerator.wait_for_everyone()
     return summary

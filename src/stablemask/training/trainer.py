@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -64,15 +63,20 @@ class Metrics(TrainerCallback):
     ) -> None:
         """Write what the checkpoint knows: lines of updates that are repeated now are gone."""
         if state.is_world_process_zero:
-            checkpoints.write_atomically(self.path, "".join(map(_line, state.log_history)))
+            with checkpoints.writing(self.path, self.path.parent):
+                checkpoints.write_atomically(self.path, "".join(map(_line, state.log_history)))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Append the newest entry."""
         if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(state.log_history[-1]))
+            line = _line(state.log_history[-1])
+            with (
+                checkpoints.writing(self.path, self.path.parent),
+                self.path.open("a", encoding="utf-8") as file,
+            ):
+                file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -196,18 +200,19 @@ class PretrainingTrainer(Trainer):
         main = self.is_world_process_zero()
         self._check_weights()
         try:
-            if main and folder.exists():
-                checkpoints.remove(folder)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # each process writes its own random state
-            if main:
-                checkpoints.seal(folder)
-                checkpoints.rotate(folder.parent, self.config.keep)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if main:
+            with checkpoints.writing(folder, folder.parent):
+                if main and folder.exists():
+                    checkpoints.remove(folder)
+                self.accelerator.wait_for_everyone()
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()  # each process writes its own random state
+                if main:
+                    checkpoints.seal(folder)
+                    checkpoints.rotate(folder, self.config.keep)
+        except OSError:
+            if main and not (folder / checkpoints.MANIFEST).exists():  # a part of it is of no use to anybody
                 shutil.rmtree(folder, ignore_errors=True)
-            raise OSError(f"{folder} cannot be written: {error}. {self._kept()}") from error
+            raise
         self.mark = time.monotonic()
 
     def _check_weights(self) -> None:
@@ -216,14 +221,10 @@ class PretrainingTrainer(Trainer):
             if not bool(local.isfinite().all()):
                 raise FloatingPointError(self._lost(name, math.nan))
 
-    def _kept(self) -> str:
-        found, _ = checkpoints.newest_whole(Path(str(self.args.output_dir)))
-        if found is None:
-            return "There is no checkpoint yet; the same command begins anew"
-        return f"{found.name} is whole; the same command goes on from there"
-
     def _lost(self, name: str, value: float) -> str:
+        kept = checkpoints.kept(Path(str(self.args.output_dir)))
         return (
-            f"{name}: got {value} at update {self.state.global_step}. {self._kept()}. Allowed: a recipe that "
-            "stays finite, for example by a lower learning_rate, more warmup_steps or precision fp32"
+            f"{name}: got {value} at update {self.state.global_step}; allowed: a recipe that stays finite, "
+            "for example by a lower learning_rate, more warmup_steps or precision fp32, in a new folder. "
+            f"{kept}"
         )
