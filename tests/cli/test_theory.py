@@ -105,6 +105,11 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], options: list[str], m
     assert message in capsys.readouterr().err
 
 
-def test_the_page_shows_the_command() -> None:
+def test_the_page_has_the_command_and_its_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text(encoding="utf-8")
-    assert "stablemask theory" in page
+    assert "```sh\nstablemask theory\n```" in page
+    said = dict(re.findall(r"^\| (?:Appendix|§)[^|]* \| (.{24})[^|]*\| ([^|:]*)[^|]*\|$", page, re.MULTILINE))
+    assert main(QUICK) == 0
+    assert said.keys() == claims(capsys.readouterr().out).keys()
+    expected = {s: verdict for s, verdict in WITHOUT_TRAINING.items() if not s.startswith("Past")}
+    assert {s: said[s].strip() for s in expected} == expected
