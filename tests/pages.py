@@ -10,6 +10,7 @@ import random
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import tomllib
 import warnings
@@ -22,11 +23,12 @@ from unittest.mock import patch
 import pytest
 
 from stablemask.cli import COMMANDS, main
+from stablemask.training import load_recipe
 from tests import text
 from tests.server import started
 
 ROOT = Path(__file__).parents[1]
-PYTHON, NEEDS_GPU, COMMAND = "python", "python {.cuda}", "sh"
+PYTHON, NEEDS_GPU, COMMAND, RECIPE = "python", "python {.cuda}", "sh", "toml"
 PRETRAINED = "HuggingFaceTB/SmolLM2-135M"  # in the folder of a page a random Llama has this name
 PORT = "127.0.0.1:8000"
 
@@ -37,11 +39,12 @@ SHORTER = {
     "eval": "--text texts.jsonl --perplexity.max-tokens 2000 --extrapolation.times 1 2 "
     "--extrapolation.max-tokens 512 --streaming.tokens 200 --latency.prompts 4 --latency.outputs 2 "
     "--latency.rounds 2 --latency.max-seconds 1",
-    "eval position": "--lengths 8 --jobs 1 --setting.steps 2 --setting.batch-size 2 --setting.hidden-size 16",
+    "eval position": "--lengths 8 --jobs 1 --setting.steps 2 --setting.batch-size 2 --setting.width 16",
     "inspect": "--length 64",
+    "theory": "--length 48 --steps 2",
 }
 
-_FENCE = re.compile(r"^```((?:python|sh)[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```((?:python|sh|toml)[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -53,7 +56,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The Python and the commands of a page, in their order."""
+    """The Python, the commands and the recipes of a page, in their order."""
     content = page.read_text(encoding="utf-8")
     return [
         Block(m[1].strip(), m[2], content.count("\n", 0, m.start(2)) + 1) for m in _FENCE.finditer(content)
@@ -80,6 +83,9 @@ def run_page(page: Path, folder: Path) -> None:
                         port = url.removeprefix("http://").removesuffix("/v1")
                     else:
                         run_command(words)
+                continue
+            if info == RECIPE:
+                write_recipe(code)
                 continue
             program = compiled(page, code.replace(PORT, port), line)
             if info == PYTHON:
@@ -125,6 +131,14 @@ def shortened(words: Sequence[str]) -> list[str]:
     return [*words, *SHORTER.get(name, "").split()]
 
 
+def write_recipe(code: str) -> None:
+    """A recipe goes into the file that its first line names, and has to be a right one."""
+    name = re.match(r"# (recipes/[a-z-]+\.toml)\n", code)
+    assert name, "the first line of a recipe is a comment with the name of its file"
+    Path(name[1]).write_text(code, encoding="utf-8")
+    load_recipe(name[1])
+
+
 def check_options(module: str, options: Sequence[str]) -> None:
     """A program of ours must know the options; it is not run."""
     printed = io.StringIO()
@@ -138,7 +152,7 @@ def check_options(module: str, options: Sequence[str]) -> None:
 
 def furnish(folder: Path) -> None:
     """What a reader has: recipes, texts, a pretrained model."""
-    (folder / "recipes").symlink_to(ROOT / "recipes")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
     random.seed(0)
     words = " ".join(text.SENTENCES).split()
     texts = [" ".join(random.choices(words, k=110)) for _ in range(40)]  # noqa: S311 - a text, not a secret
