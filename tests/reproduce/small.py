@@ -68,9 +68,9 @@ def text(seed: int, words: int) -> str:
     return " ".join(chance.choice(WORDS) for _ in range(words))
 
 
-def write_texts(folder: Path) -> Source:
-    """Three files of documents, as the study has them."""
-    counts = {"train": (40, 60), "valid": (4, 50), "other": (3, 20), "long": (1, 250)}
+def write_texts(folder: Path, long: tuple[int, int] = (1, 250)) -> Source:
+    """Files of documents, as the study has them; of ``long`` so many, with so many words."""
+    counts = {"train": (40, 60), "valid": (4, 50), "other": (3, 20), "long": long}
     for seed, (name, (documents, words)) in enumerate(counts.items()):
         rows = [json.dumps({"text": text(100 * seed + i, words + i)}) for i in range(documents)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
