@@ -4,7 +4,8 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from rich import box
@@ -12,23 +13,23 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from stablemask.analysis.disproportionality import (
-    Collapsed,
-    Disproportion,
-    Proposition,
-    disproportion,
-    fit,
-    proposition,
-    steepen,
+from stablemask.analysis.disproportionality import Disproportion, disproportion, steepen
+from stablemask.analysis.enumeration import (
+    CASES,
+    EQUAL,
+    TOKENS,
+    enumerate_propositions,
+    fitted_decoder,
+    small_decoder,
+    symmetric_chain,
 )
-from stablemask.analysis.markov import MarkovSource, identical_probability, markov_source, soft_copy_last
+from stablemask.analysis.markov import MarkovSource, identical_probability, soft_copy_last
 from stablemask.analysis.theory import CONSTANT, Limits, construct, last_distinct, limits, read, xi
 from stablemask.cli.terminal import make_console, make_progress
 from stablemask.measuring import threads
-from stablemask.model import StableMaskConfig, StableMaskForCausalLM
+from stablemask.model import StableMaskForCausalLM
 
-_TOKENS = 9
-_EQUAL = 1e-9
+_TOKENS = TOKENS
 _LIMITS_NOTE = """\
 The last i up to which something is right. "ξ rounded": consecutive ξ, correctly rounded, still differ;
 "ξ computed": those that the attention of the decoder outputs do. "position": the decoder's answers, with
@@ -166,7 +167,7 @@ def _left_out(length: int) -> Iterator[Claim]:
     yield Claim(
         "Appendix C",
         "W_Q = W_K = 0 makes every score 0 and the output ξ_i = i / (i + Σ e^−jγ)",
-        True if apart < _EQUAL else None if kept == length else False,
+        True if apart < EQUAL else None if kept == length else False,
         f"With RoPE, T5 (bias 0) and no encoding. With ALiBi scores are its biases and the output is up to "
         f"{apart:.2f} away from ξ_i; it grows all the same, {kept} of {length} positions are right",
     )
@@ -188,14 +189,6 @@ def _past_the_horizon(gamma: float, length: int) -> Claim:
     )
 
 
-def _sources() -> dict[str, MarkovSource]:
-    return {
-        "softCopyLast": soft_copy_last(3, _TOKENS),
-        "symmetric chain": markov_source(torch.tensor([[0.8, 0.2], [0.2, 0.8]]), _TOKENS),
-        "lopsided chain": markov_source(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), _TOKENS),
-    }
-
-
 def _proposition(console: Console, progress: Progress) -> tuple[list[Claim], bool]:
     table = _table(
         "Proposition 1: what the states of a layer leave unknown about the next token",
@@ -203,21 +196,17 @@ def _proposition(console: Console, progress: Progress) -> tuple[list[Claim], boo
     )
     sound = True
     strict, shares, broken = 0.0, 0.0, set[str]()
-    for name, source in progress.track(_sources().items(), description="all sequences"):
-        isotropic = source.anisotropy() < _EQUAL
-        for kind in ("random", "collapsed"):
-            model = _decoder(source).double()
-            if kind == "collapsed":
-                model.model.layers[0] = Collapsed(model.model.layers[0])
-            found = proposition(model, source)
-            slack, forgotten = found.slack(), float(found.loss().max())
-            rooms = map(_room, (*slack.values(), forgotten))
-            table.add_row(name, _yes(isotropic), kind, _yes(found.contextual), *rooms)
-            met = _conditions(found, isotropic)
-            fails = {statement for statement, room in slack.items() if room < -_EQUAL}
-            sound &= not any(met[statement] for statement in fails) and met["2"] == (kind == "random")
-            broken |= fails - {"shares"}
-            strict, shares = max(strict, forgotten), min(shares, slack["shares"])
+    cases = enumerate_propositions(_TOKENS)
+    for case in progress.track(cases, total=CASES, description="all sequences"):
+        found, met = case.found, case.met()
+        slack, forgotten = found.slack(), float(found.loss().max())
+        rooms = map(_room, (*slack.values(), forgotten))
+        table.add_row(case.name, _yes(case.isotropic), case.decoder, _yes(found.contextual), *rooms)
+        fails = {statement for statement, room in slack.items() if room < -EQUAL}
+        sound &= not any(met[statement] for statement in fails)
+        sound &= met["2"] == (case.decoder == "random")
+        broken |= fails - {"shares"}
+        strict, shares = max(strict, forgotten), min(shares, slack["shares"])
     console.print(table)
     console.print(_PROPOSITION_NOTE, "", style="dim")
     proposed = Claim(
@@ -230,27 +219,16 @@ def _proposition(console: Console, progress: Progress) -> tuple[list[Claim], boo
     always = Claim(
         "Appendix A",
         "I(X≤i)/I(X≤n) ≥ I(Ω≤i)/I(Ω≤n) always",
-        None if sound and shares < -_EQUAL else sound,
+        None if sound and shares < -EQUAL else sound,
         "It does with a contextual decoder, as the definition of disproportionality presupposes; a collapsed "
         f"layer breaks it by up to {-shares:.3f}",
     )
     return [proposed, always], sound and strict > 0.01 and broken == {"2", "3", "4"}
 
 
-def _conditions(found: Proposition, isotropic: bool) -> dict[str, bool]:
-    """Whether what each statement supposes is given."""
-    return {
-        "1": True,
-        "2": found.contextual,
-        "3": isotropic,
-        "4": isotropic and found.contextual,
-        "shares": found.contextual,
-    }
-
-
 def _disproportion(console: Console, options: Options, progress: Progress) -> list[Claim]:
     copy = soft_copy_last(2, _TOKENS)
-    sources = {"softCopyLast": copy, "symmetric chain": _sources()["symmetric chain"]}
+    sources = {"softCopyLast": copy, "symmetric chain": symmetric_chain(_TOKENS)}
     columns = ("source", "decoder", "loss", "layer", "degree", "identical", "excess", "weak")
     table = _table("Appendix A and B.1: disproportional attention towards initial tokens", *columns)
     task = progress.add_task("training on the sources", total=len(sources) * 2 * options.steps)
@@ -258,8 +236,8 @@ def _disproportion(console: Console, options: Options, progress: Progress) -> li
     copiers = {}
     for name, source in sources.items():
         for remedy in ("none", "stablemask"):
-            model = _decoder(source, remedy)
-            loss = fit(model, source, steps=options.steps, on_step=lambda n: progress.advance(task, n))
+            advance = partial(progress.advance, task)
+            model, loss = fitted_decoder(source, remedy, options.steps, advance)
             found[name, remedy] = result = disproportion(model, source)
             if source is copy:
                 copiers[remedy] = model
@@ -279,12 +257,12 @@ def _copy_claims(copy: MarkovSource, found: dict[tuple[str, str], Disproportion]
     yield Claim(
         "Appendix B.1",
         "softCopyLast is causally isotropic and concentrates on all-identical sequences",
-        spread < _EQUAL and min(likely) > 0.5,
+        spread < EQUAL and min(likely) > 0.5,
         f"Entropies differ by {spread:.0e}; {_TOKENS} tokens over 2, 3 and 1000 symbols are all-identical "
         f"with probability {', '.join(f'{p:.3f}' for p in likely)}",
     )
     plain, ours = found["softCopyLast", "none"], found["softCopyLast", "stablemask"]
-    steep = _decoder(copy)
+    steep = small_decoder(copy)
     steepen(steep)
     weak = [float(d.degree(weak=True).min()) for d in (plain, ours, disproportion(steep, copy))]
     yield Claim(
@@ -326,7 +304,7 @@ def _unit_test(models: dict[str, StableMaskForCausalLM]) -> Claim:
     return Claim(
         "Appendix B.1",
         "On identical tokens a relative encoding alone cannot tell positions apart; with StableMask it can",
-        spread["none"] < _EQUAL < spread["stablemask"],
+        spread["none"] < EQUAL < spread["stablemask"],
         "Trained on softCopyLast, the probability of the same token again varies over positions "
         f"1 to {_TOKENS - 1} by {spread['none']:.0e} with RoPE and by {spread['stablemask']:.3f} with "
         f"StableMask; in the source by {(math.exp(-2) - math.exp(-_TOKENS)) / 2:.3f}",
@@ -345,25 +323,6 @@ def _degrees(found: Disproportion) -> Iterator[tuple[str, str, str, str]]:
         yield cells[0], cells[1], cells[2], cells[3]
 
 
-def _decoder(source: MarkovSource, remedy: str = "none") -> StableMaskForCausalLM:
-    own: dict[str, Any] = {"horizon": source.length} if remedy == "stablemask" else {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = StableMaskConfig(
-            vocab_size=source.symbols,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            initializer_range=0.2,
-            remedy=remedy,
-            **own,
-        )
-        model = StableMaskForCausalLM(config)
-    torch.nn.Module.eval(model)
-    return model
-
-
 def _label(remedy: str) -> str:
     return "StableMask" if remedy == "stablemask" else "plain"
 
@@ -373,7 +332,7 @@ def _yes(value: bool) -> str:
 
 
 def _room(value: float) -> str:
-    return "0" if abs(value) < _EQUAL else f"{value:.3f}"
+    return "0" if abs(value) < EQUAL else f"{value:.3f}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -28,7 +28,7 @@ from stablemask.evaluation.cells import Cell, write_text
 from stablemask.evaluation.position_tasks import TASKS, Encoding, Setting, position_task
 from stablemask.measuring import environment, threads
 from stablemask.model import StableMaskForCausalLM
-from stablemask.reproduce import extras, measurements
+from stablemask.reproduce import extra_values, extras, measurements
 from stablemask.reproduce.corpus import Corpus, open_corpus
 from stablemask.reproduce.loop import make_model, train
 from stablemask.reproduce.study import POSITION_TASKS, Entry, Study
@@ -68,6 +68,7 @@ class Job:
         results: Folder of the finished cells.
         command: What the reader of a result can type.
         weights: Folder for the trained models of seed 0, for figures of their attention; None drops them.
+        downstream: Folder with the questions of downstream tasks; None: from the hub.
     """
 
     study: Study
@@ -76,6 +77,7 @@ class Job:
     results: Path
     command: str
     weights: Path | None = None
+    downstream: Path | None = None
 
     def path(self, entry: Entry) -> Path:
         """The file of a cell."""
@@ -109,6 +111,8 @@ def updates(study: Study, entry: Entry) -> float:
     """Roughly how long a cell takes, in relation to others: work of its training."""
     if is_position(entry):
         return _POSITION_UPDATES * 1e9 / 8
+    if extras.is_extra(entry):
+        return extras.COSTS[extras.kind(entry)]
     recipe = study.recipe(entry.group)
     settings = recipe.model.settings(recipe.train.length)
     weights = (
@@ -133,6 +137,8 @@ def work(job: Job, entry: Entry, on_share: OnShare = lambda _: None) -> Path:
     with threads(1):
         if is_position(entry):
             found: Document = {"values": dict(_position(entry, job.conditions, on_share))}
+        elif extras.is_extra(entry):
+            found = extra_values.measure(job, entry, on_share)
         else:
             found = _pretraining(job, entry, on_share)
     document = {
@@ -207,7 +213,7 @@ def _pretraining(job: Job, entry: Entry, on_share: OnShare) -> Document:
 
     losses = train(model, recipe, blocks, on_update=on_update)
     if job.weights is not None and entry.seed == 0:
-        model.save_pretrained(job.weights / entry.group.replace("/", "-"))
+        model.save_pretrained(extras.weights_of(job.weights, entry))
     return _measured(model, recipe, corpus, values, losses)
 
 

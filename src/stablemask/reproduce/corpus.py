@@ -20,13 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from stablemask.analysis.classes import classify
 from stablemask.data import Blocks, DataConfig, prepare
+from stablemask.data import cache as disk
 from stablemask.data.blocks import cut_blocks
 from stablemask.data.config import Packing, default_cache
-from stablemask.data.sources import parts
-from stablemask.data.tokenizer import exact
+from stablemask.data.progress import Bar
+from stablemask.data.sources import Part, parts
 from stablemask.data.tokens import Tokens
 from stablemask.evaluation.cells import write_text
-from stablemask.evaluation.documents import Document, tokenize
+from stablemask.evaluation.documents import Document, tokenize, whole_texts
 
 META = "meta.json"
 SETS = ("valid", "other", "long")
@@ -91,41 +92,34 @@ def open_or_prepare(folder: Path, source: Source, cache: str | None = None) -> C
     """The corpus of a folder; made from its source where there is none yet.
 
     Raises:
-        ValueError: The folder holds a corpus of another source.
+        ValueError: The folder holds a corpus of another source, or of a text that was changed since.
     """
     if not (folder / META).exists():
         prepare_corpus(folder, source, cache)
     corpus = open_corpus(folder)
-    names = _names(source)
-    if corpus.about["source"] != names:
+    wanted = _described(source, _config(source, cache))
+    if corpus.about["source"] != wanted:
         raise ValueError(
-            f"corpus: {str(folder)!r} holds {corpus.about['source']}; allowed: {names}, or another folder"
+            f"corpus: {str(folder)!r} holds {corpus.about['source']}; allowed: {wanted}, or another folder"
         )
     return corpus
 
 
 def prepare_corpus(folder: Path, source: Source, cache: str | None = None) -> None:
     """Tokenise everything into a folder. The folder counts as made once ``meta.json`` is in it."""
-    config = DataConfig(
-        source=source.data,
-        valid=source.valid,
-        tokenizer=source.tokenizer,
-        cache=default_cache() if cache is None else cache,
-    )
+    (folder / META).unlink(missing_ok=True)
+    config = _config(source, cache)
+    described, found = _described(source, config), _parts(source, config)
     splits = prepare(config, 2)
     tokenizer = splits.tokenizer
     shutil.copytree(splits.train.tokens.folder, folder / "train", dirs_exist_ok=True)
     tokenizer.save_pretrained(folder / "tokenizer")
-    texts = {
-        "valid": _texts(config, "valid"),
-        "other": _texts(_as_test(config, source.other, source.other_begins), "test") if source.other else [],
-        "long": _texts(_as_test(config, source.long, None), "test") if source.long else [],
-    }
+    texts = {name: whole_texts(found[name]) if name in found else [] for name in SETS}
     texts["long"] = [text[:_LONG_CHARACTERS] for text in texts["long"]]
     counts = {name: _save_documents(folder / f"{name}.npz", t, tokenizer, name) for name, t in texts.items()}
     about = {
         "format": _FORMAT,
-        "source": _names(source),
+        "source": described,
         "tokens": {"train": splits.train.tokens.length, **counts},
         "train_bytes": splits.train.tokens.text_bytes,
         "digest": _digest(folder),
@@ -156,17 +150,26 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(folder, about["digest"], about, train, tokenizer, documents, classes)
 
 
-def _texts(config: DataConfig, split: str) -> list[str]:
-    texts: list[str] = []
-    for piece in parts(config, Path(config.cache).expanduser())[split].pieces():
-        if piece.starts:
-            texts.append("")
-        texts[-1] += exact(piece.text)
-    return texts
+def _config(source: Source, cache: str | None) -> DataConfig:
+    return DataConfig(
+        source=source.data,
+        valid=source.valid,
+        tokenizer=source.tokenizer,
+        cache=default_cache() if cache is None else cache,
+    )
 
 
-def _as_test(config: DataConfig, source: str | None, begins: str | None) -> DataConfig:
-    return DataConfig(source=config.source, test=source, begins=begins, cache=config.cache)
+def _parts(source: Source, config: DataConfig) -> dict[str, Part]:
+    """The training text and the sets of documents that there are."""
+    cache = Path(config.cache).expanduser()
+    own = parts(config, cache)
+    found = {"train": own["train"], "valid": own["valid"]}
+    for name, begins in (("other", source.other_begins), ("long", None)):
+        value = getattr(source, name)
+        if value is not None:
+            elsewhere = DataConfig(source=source.data, test=value, begins=begins, cache=config.cache)
+            found[name] = parts(elsewhere, cache)["test"]
+    return found
 
 
 def _save_documents(path: Path, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, name: str) -> int:
@@ -195,11 +198,13 @@ def _joined(pieces: Sequence[Tensor]) -> "np.ndarray[tuple[int], np.dtype[np.int
     return torch.cat([*pieces, torch.zeros(0, dtype=torch.int64)]).to(torch.int32).numpy()
 
 
-def _names(source: Source) -> dict[str, str | None]:
-    """What names a source without saying where on a disk it lies."""
+def _described(source: Source, config: DataConfig) -> dict[str, str | None]:
+    """What names a source and its text without saying where on a disk it lies."""
     chosen = {name: getattr(source, name) for name in ("data", "valid", "other", "long")}
     short = {name: value if value is None else _short(value) for name, value in chosen.items()}
-    return {**short, "tokenizer": source.tokenizer}
+    bar = Bar(shown=False)
+    text = disk.key({name: part.fingerprint(bar) for name, part in _parts(source, config).items()})
+    return {**short, "tokenizer": source.tokenizer, "text": text}
 
 
 def _short(value: str) -> str:

@@ -10,17 +10,23 @@ A group is "kind/what". Each has one cell, of seed 0:
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stablemask.analysis.enumeration import TOKENS
 from stablemask.model.sizes import SIZES
+from stablemask.reproduce import theory
 from stablemask.reproduce.study import Entry, Study
 
 if TYPE_CHECKING:
     from stablemask.reproduce.cells import Conditions
 
 LATENCY_MODEL = "medium/rope/stablemask"
+LATENCY_ROUNDS = 20
+LATENCY_SECONDS = 30.0
 HEADS_TOKENS = 24
 DOWNSTREAM_LIMIT = 500
+DOWNSTREAM_TASKS = ("lambada_openai", "piqa", "arc_easy", "arc_challenge", "openbookqa", "winogrande")
 _ON_MODELS = ("heads", "downstream")
 _PAIR = ("small/rope/none", "small/rope/stablemask")
 _PLACES = ((16, 16), (16, 64), (64, 64), (256, 16), (256, 64))
@@ -29,25 +35,47 @@ Settings = dict[str, Any]
 
 _SETTINGS: Mapping[str, Callable[[Study, Entry, "Conditions"], Settings]] = {
     "sizes": lambda *_: {"device": "cpu", "vocabulary": 50257},
-    "theory": lambda *_: {"device": "cpu"},
+    "theory": lambda *_: {
+        "device": "cpu",
+        "length": theory.CONSTRUCTION_LENGTH,
+        "tokens": TOKENS,
+        "steps": theory.FIT_STEPS,
+    },
     "latency": lambda study, entry, _: {
         "model": study.settings(LATENCY_MODEL)["model"],
         **dict(zip(("prompt", "output"), lengths(entry), strict=True)),
+        "rounds": LATENCY_ROUNDS,
+        "seconds": LATENCY_SECONDS,
     },
     "heads": lambda *given: {**_model(*given), "tokens": HEADS_TOKENS},
     "downstream": lambda *given: {**_model(*given), "limit": DOWNSTREAM_LIMIT},
 }
 
-CONSTRUCTIONS = {"0": 0.0, "1:256": 1 / 256, "1:128": 1 / 128, "1:16": 1 / 16, "1:2": 1 / 2}
 GROUPS: tuple[str, ...] = (
     *(f"sizes/{size}" for size in SIZES),
-    *("theory/rows", "theory/entropies-met", "theory/entropies-all"),
-    *(f"theory/construction-{name}" for name in CONSTRUCTIONS),
-    *(f"theory/{source}-{remedy}" for source in ("chain", "copy") for remedy in ("none", "stablemask")),
+    *(f"theory/{name}" for name in theory.NAMES),
     *(f"heads/{group}" for group in _PAIR),
     *(f"latency/{prompt}+{output}" for prompt, output in _PLACES),
     *(f"downstream/{group}" for group in _PAIR),
 )
+
+
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "sizes": ("named", "printed/plain", "printed/gated"),
+    "theory": theory.METRICS,
+    "latency": ("ratio/SM-I", "ratio/SM", "ratio/A/A", "seconds/baseline"),
+    "heads": ("first", "pseudo"),
+    "downstream": tuple(f"{task}/{name}" for task in DOWNSTREAM_TASKS for name in ("acc", "acc_stderr")),
+}
+"""What the cells of each kind have; a ratio has its interval as well."""
+COSTS: Mapping[str, float] = {
+    "sizes": 1e9,
+    "theory": 4e10,
+    "latency": 4e11,
+    "heads": 4e10,
+    "downstream": 2e12,
+}
+"""Roughly how long a cell takes, on the scale of ``cells.updates``."""
 
 
 def entries() -> list[Entry]:
@@ -77,6 +105,11 @@ def settings(study: Study, entry: Entry, conditions: "Conditions") -> Settings:
             f"group: got {entry.group!r}, seed {entry.seed}; allowed: seed 0 of {', '.join(GROUPS)}"
         )
     return _SETTINGS[kind(entry)](study, entry, conditions)
+
+
+def weights_of(weights: Path, entry: Entry) -> Path:
+    """The folder of a trained model."""
+    return weights / entry.group.replace("/", "-")
 
 
 def lengths(entry: Entry) -> tuple[int, int]:

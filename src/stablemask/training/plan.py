@@ -86,7 +86,7 @@ def plan(recipe: Recipe, processes: int = 1) -> Plan:
             f"processes: got {processes}; allowed: divisors of {train.sequences // train.accumulation}, the "
             "sequences of a piece of an update"
         )
-    config = recipe.config(_vocabulary(recipe.data.tokenizer))
+    config = recipe.config(vocabulary_size(recipe.data.tokenizer))
     with torch.device("meta"):
         model = StableMaskForCausalLM(config)
     tokens = train.sequences * train.length
@@ -110,7 +110,8 @@ def operations_per_token(model: StableMaskForCausalLM, length: int) -> int:
     return 6 * matrices + 6 * config.num_hidden_layers * keys * width
 
 
-def _vocabulary(tokenizer: str) -> int:
+def vocabulary_size(tokenizer: str) -> int:
+    """Entries of a tokenizer that a recipe names, whether it has been trained or not."""
     if tokenizer == "bytes":
         return SMALLEST_BPE
     if tokenizer.startswith("bpe:"):
