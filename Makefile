@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## show what StableMask does to attention, in a few seconds
+demo: $(STAMP)  ## train a pair of small models, with and without StableMask, and compare them
 	$(BIN)/python -m stablemask.cli demo
 
 chromium:  ## find a browser for the tests of pages, or install Debian's (as root)

@@ -11,7 +11,7 @@ import torch
 import stablemask
 from stablemask import shapes
 from stablemask.cli import COMMANDS
-from tests.pages import blocks, run_page
+from tests.pages import COMMAND, blocks, run_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,29 +25,39 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def program(page: Path) -> Any:
+    """Commands train models and start servers."""
+    marks = pytest.mark.slow if any(block.info == COMMAND for block in blocks(page)) else ()
+    return pytest.param(page, marks=marks, id=name(page))
+
+
+@pytest.mark.parametrize("page", [program(page) for page in PAGES if blocks(page)])
 def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     run_page(page, tmp_path)
 
 
-PYTHON, COMMAND, OTHER = "```python\n{}\n```\n", "```sh\n{}\n```\n", "```python {{.cuda}}\n{}\n```\n"
+IN_PYTHON, IN_SHELL, IN_RECIPE, IN_OTHER = (
+    f"```{info}\n{{}}\n```\n" for info in ("python", "sh", "toml", "python {{.cuda}}")
+)
 
 
 @pytest.mark.parametrize(
     ("fence", "wrong"),
     [
-        (PYTHON, "assert 1 + 1 == 3"),
-        (OTHER, "x = ("),
-        (COMMAND, "stablemask no-such-command"),
-        (COMMAND, "stablemask inspect HuggingFaceTB/SmolLM2-135M --file your.txt --text both"),
-        (COMMAND, "stablemask train recipes/no-such-recipe.toml"),
-        (COMMAND, "torchrun --nproc-per-node 3 -m stablemask.cli train recipes/tiny.toml"),
-        (COMMAND, "make no-such-target"),
-        (COMMAND, "pip install 'stablemask[no-such-extra]'"),
-        (COMMAND, "python -m benchmarks.attention --no-such-option"),
-        (COMMAND, "no-such-program"),
+        (IN_PYTHON, "assert 1 + 1 == 3"),
+        (IN_OTHER, "x = ("),
+        (IN_SHELL, "stablemask no-such-command"),
+        (IN_SHELL, "stablemask inspect HuggingFaceTB/SmolLM2-135M --file your.txt --text both"),
+        (IN_SHELL, "stablemask train recipes/no-such-recipe.toml"),
+        (IN_SHELL, "torchrun --nproc-per-node 3 -m stablemask.cli train recipes/tiny.toml"),
+        (IN_SHELL, "make no-such-target"),
+        (IN_SHELL, "pip install 'stablemask[no-such-extra]'"),
+        (IN_SHELL, "python -m benchmarks.attention --no-such-option"),
+        (IN_SHELL, "no-such-program"),
+        (IN_RECIPE, "[train]\nsteps = 3"),
+        (IN_RECIPE, "# recipes/mine.toml\nextends = 'tiny.toml'\n[train]\nstops = 3"),
     ],
 )
 def test_a_wrong_block_fails(
@@ -55,19 +65,18 @@ def test_a_wrong_block_fails(
     wrong: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("# Page\n\n" + PYTHON.format("x = 1") + "\n" + fence.format(wrong), encoding="utf-8")
+    page.write_text("# Page\n\n" + IN_PYTHON.format("x = 1") + "\n" + fence.format(wrong), encoding="utf-8")
     assert [block.line for block in blocks(page)] == [4, 8]
-    with pytest.raises((AssertionError, SyntaxError)):
+    with pytest.raises((AssertionError, SyntaxError, ValueError)):
         run_page(page, tmp_path)
 
 
 def test_every_block_is_found() -> None:
     for page in PAGES:
-        fences = r"^\s*```+ *\{? *\.?(?:python|py|sh|shell|bash|console|zsh)\b"
+        fences = r"^\s*```+ *\{? *\.?(?:python|py|sh|shell|bash|console|zsh|toml)\b"
         opened = re.findall(fences, read(name(page)), re.MULTILINE)
         assert len(opened) == len(blocks(page)), f"{name(page)}: a block is indented or oddly fenced"
 
