@@ -128,8 +128,10 @@ class PseudoScores:
         At most 16 tables of at most 4 Mi numbers are kept, the least recently used goes first. A table grows
         by doubling, so decoding token by token reuses one.
         """
+        if tracing():
+            return self.row_logits(torch.arange(start, stop, device=device), num_heads, dtype)
         stop_rounded = 1 << max(stop - 1, 63).bit_length()
-        if tracing() or num_heads * stop_rounded > _MAX_TABLE_ELEMENTS:
+        if num_heads * stop_rounded > _MAX_TABLE_ELEMENTS:
             return self.row_logits(torch.arange(start, stop, device=device), num_heads, dtype)
         key = (self, num_heads, device, dtype)
         table = _tables.get(key)

@@ -65,6 +65,13 @@ class Call(NamedTuple):
         """True where visibility depends on more than indices and the window."""
         return self.key_mask is not None or self.documents is not None or self.key_positions is not None
 
+    @property
+    def grouped(self) -> bool:
+        """True where several query heads share a key head."""
+        if self.q.shape[1] == self.k.shape[1]:  # noqa: SIM103 - of symbolic sizes only a branch makes a bool
+            return False
+        return True
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor of the call."""
         given = (

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from stablemask.backends._call import Call, finite_keys_values, kept_keys, kept_queries, positions_of
+from stablemask.pseudo import in_function_transform
 from stablemask.shapes import Output, RowLogits
 
 _Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,6 +32,8 @@ def why_not(call: Call) -> str | None:
     device = call.q.device.type
     if device not in ("cpu", "cuda"):
         return f"flex_attention runs on cuda, and forward on cpu; got {device}"
+    if in_function_transform():
+        return "torch.func transforms do not see through flex_attention with a lse"
     if device == "cpu" and call.needs_grad():
         return "flex_attention has no backward on CPU"
     if device == "cpu" and torch.compiler.is_compiling():
@@ -69,7 +72,7 @@ def run(call: Call) -> tuple[Output, RowLogits]:
             score_mod=_score_modifier(call),
             block_mask=block_mask,
             scale=call.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=call.grouped,
             return_aux=AuxRequest(lse=True),
         )
     lse = aux.lse.to(call.accumulate_dtype)

@@ -50,10 +50,9 @@ def _sink_first(call: Call) -> Output:
     sink = call.sink_logits()
     dtype = torch.float32 if call.q.dtype == torch.float16 else call.q.dtype
     q, k, v = call.q.to(dtype), call.k.to(dtype), call.v.to(dtype)
-    grouped = q.shape[1] != k.shape[1]
     if sink is None:
         out = scaled_dot_product_attention(
-            q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped
+            q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=call.grouped
         )
         return _nan_where_nan(out, q).to(call.q.dtype)
     width = q.shape[-1]
@@ -64,14 +63,14 @@ def _sink_first(call: Call) -> Output:
     k[:, :, 0, width : width + parts.shape[-1]] = 1.0
     v = pad(v, (0, max(0, wide - v.shape[-1]), 1, 0))
     out = scaled_dot_product_attention(
-        q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=grouped
+        q, k, v, dropout_p=call.dropout, is_causal=True, scale=call.scale, enable_gqa=call.grouped
     )
     return _nan_where_nan(out, q)[:, :, 1:, : call.v.shape[-1]].to(call.q.dtype)
 
 
 def _sink_last(call: Call) -> Output:
     dtype = call.accumulate_dtype
-    heads, num_queries = call.q.shape[1:3]
+    num_queries = call.q.shape[2]
     k, v = finite_keys_values(call)
     bias, seen, sink = additive_bias(call), visible(call), call.sink_logits()
     mask = call.q.new_zeros((1, 1, num_queries, k.shape[2]), dtype=dtype) if bias is None else bias
@@ -87,7 +86,7 @@ def _sink_last(call: Call) -> Output:
         attn_mask=mask,
         dropout_p=call.dropout,
         scale=call.scale,
-        enable_gqa=heads != k.shape[1],
+        enable_gqa=call.grouped,
     )
     return out.to(call.q.dtype)
 

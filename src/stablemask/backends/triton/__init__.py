@@ -13,6 +13,7 @@ from stablemask.backends._call import Call
 from stablemask.backends.triton import _operators  # noqa: F401 - registers the operators
 from stablemask.backends.triton._bounds import bounds
 from stablemask.backends.triton._tiles import MAX_WIDTH
+from stablemask.pseudo import in_function_transform
 from stablemask.shapes import Output, RowLogits
 
 _MINIMUM_CAPABILITY = (8, 0)
@@ -20,6 +21,8 @@ _MINIMUM_CAPABILITY = (8, 0)
 
 def why_not(call: Call) -> str | None:
     """No dense bias, softcap, dropout, cache positions or float64; no gradient for slopes."""
+    if in_function_transform():
+        return "torch.func transforms see through PyTorch's own operators only"
     if call.q.dtype == torch.float64:
         return "the Triton kernels compute in float32, got float64"
     if call.softcap is not None:
