@@ -21,6 +21,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from stablemask.cli import COMMANDS, main
 from stablemask.training import load_recipe
@@ -106,8 +107,13 @@ def run_command(words: Sequence[str]) -> None:
     match list(words):
         case ["stablemask", *rest]:
             assert main(shortened(rest)) == 0, shlex.join(words)
-        case ["torchrun", "--nproc-per-node", count, "-m", "stablemask.cli", *rest]:
-            assert main([*rest, "--dry-run", "--processes", count]) == 0, shlex.join(words)
+        case ["torchrun", *options]:
+            given = get_args_parser().parse_args(options)
+            assert given.module
+            assert given.training_script == "stablemask.cli", shlex.join(words)
+            processes = str(int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node))
+            command = [*given.training_script_args, "--dry-run", "--processes", processes]
+            assert main(command) == 0, shlex.join(words)
         case ["python", "-m", module, *options] if module.startswith("benchmarks."):
             check_options(module, options)
         case ["make", target, *_]:
