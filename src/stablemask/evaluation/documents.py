@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stablemask.data import DataConfig
-from stablemask.data.sources import parts
+from stablemask.data.sources import Part, parts
 from stablemask.data.tokenizer import exact
 
 
@@ -30,8 +30,13 @@ def read_texts(source: str = "builtin", begins: str | None = None) -> list[str]:
         begins: A regular expression of the lines that begin a document, likewise.
     """
     config = DataConfig(test=None if source == "builtin" else source, begins=begins)
+    return whole_texts(parts(config, Path(config.cache).expanduser())["test"])
+
+
+def whole_texts(part: Part) -> list[str]:
+    """The documents of a split, each in one piece."""
     texts: list[str] = []
-    for piece in parts(config, Path(config.cache).expanduser())["test"].pieces():
+    for piece in part.pieces():
         if piece.starts:
             texts.append("")
         texts[-1] += exact(piece.text)
