@@ -139,7 +139,7 @@ def sink_attention(
         ValueError: An argument is not allowed; the message names it, what was got and what is allowed.
         BackendUnavailable: ``backend`` cannot serve exactly this call.
 
-    Example:
+    Examples:
         >>> q = k = v = torch.ones(1, 2, 3, 4)
         >>> sink_attention(q, k, v, sink=2.0)[0, 0, 0]
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
@@ -248,7 +248,7 @@ def stable_attention(
     Returns:
         out (B, H, Tq, Dv), or (out, lse').
 
-    Example:
+    Examples:
         >>> scores = PseudoScores(0.5, horizon=128)
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64).unbind(0)
         >>> stable_attention(q, k, v, scores).shape
@@ -296,7 +296,7 @@ def available_backends(
     Takes the arguments of ``sink_attention``; a ``PseudoScores`` as ``sink`` stands for a call of
     ``stable_attention``.
 
-    Example:
+    Examples:
         >>> q = k = v = torch.ones(1, 2, 3, 4)
         >>> available_backends(q, k, v, 0.0)["reference"] is None
         True
@@ -321,7 +321,7 @@ def available_backends(
 def documents_from_cu_seqlens(cu_seqlens: Annotated[Tensor, "N+1"]) -> Annotated[Tensor, "1 Tk"]:
     """Document ids of one packed row from cumulative lengths ``[0, n_1, n_1 + n_2, …]``.
 
-    Example:
+    Examples:
         >>> documents_from_cu_seqlens(torch.tensor([0, 2, 5]))
         tensor([[0, 0, 1, 1, 1]])
     """
@@ -343,7 +343,7 @@ def documents_from_cu_seqlens(cu_seqlens: Annotated[Tensor, "N+1"]) -> Annotated
 def cu_seqlens_from_documents(document_ids: Annotated[Tensor, "1 Tk"]) -> Annotated[Tensor, "N+1"]:
     """Cumulative lengths of the documents of one packed row.
 
-    Example:
+    Examples:
         >>> cu_seqlens_from_documents(torch.tensor([[0, 0, 1, 1, 1]]))
         tensor([0, 2, 5])
     """

@@ -54,7 +54,7 @@ class PseudoScores:
         headwise: Spread ``gamma`` over the heads like ALiBi's slopes; otherwise every head uses ``gamma``.
         base: Pseudo score of a hypothetical column 1. ``-inf`` switches StableMask off.
 
-    Example:
+    Examples:
         >>> scores = PseudoScores(0.5, horizon=8)
         >>> scores.gammas(4)
         tensor([0.2500, 0.0625, 0.0156, 0.0039], dtype=torch.float64)

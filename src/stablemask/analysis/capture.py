@@ -194,7 +194,7 @@ def capture(model: PreTrainedModel) -> Iterator[Capture]:
         ValueError: The architecture is not supported; the message says why. The remedy URPE is not, because
             its factors make of the weights something that is no distribution.
 
-    Example:
+    Examples:
         >>> with capture(model) as layers:
         ...     model(input_ids)
         >>> layers.attention_map(layer=0, head=3).shape == (input_ids.shape[1],) * 2

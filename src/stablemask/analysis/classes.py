@@ -48,7 +48,7 @@ def classify(text: str, offsets: Sequence[tuple[int, int]]) -> TokenClasses:
         offsets: Where each token begins and ends in it, as fast tokenizers report; (0, 0) for special tokens,
             which are others. White space around a token does not count, and alone it is others.
 
-    Example:
+    Examples:
         >>> [CLASSES[c] for c in classify("The cat, 9", [(0, 3), (3, 7), (7, 8), (8, 10)])]
         ['function words', 'others', 'punctuation', 'digits']
     """

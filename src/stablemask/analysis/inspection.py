@@ -64,7 +64,7 @@ def inspect_model(
         block: Rows of weights that exist at a time.
         on_piece: Called after every piece, for progress.
 
-    Example:
+    Examples:
         >>> found = inspect_model(model, "ours", cut_pieces([text], tokenizer, length=512))
         >>> write_report("report.html", [found.view])
     """

@@ -30,7 +30,7 @@ class MarkovSource:
         start: Distribution of X_1.
         steps: ``steps[m − 1]`` is the matrix from X_m to X_{m+1}: rows are distributions.
 
-    Example:
+    Examples:
         >>> source = markov_source(torch.tensor([[0.9, 0.1], [0.1, 0.9]]), length=4)
         >>> source.information()[2].tolist()  # I(X_1; X_4), I(X_2; X_4), I(X_3; X_4)
         [0.14..., 0.22..., 0.36...]

@@ -52,7 +52,7 @@ class QuantizationGap(NamedTuple):
 def measure_activations(model: PreTrainedModel, texts: Sequence[TokenIds]) -> list[Activations]:
     """Outliers in the output of every layer.
 
-    Example:
+    Examples:
         >>> worst = max(measure_activations(model, [input_ids]), key=lambda layer: layer.kurtosis)
     """
     layers = find_layers(model)

@@ -43,7 +43,7 @@ def cut_pieces(
         length: Tokens of a piece.
         count: Pieces at most.
 
-    Example:
+    Examples:
         >>> pieces = cut_pieces(["A text."], tokenizer, length=512)
     """
     if length < 2 or count < 1:

@@ -77,7 +77,7 @@ def write_report(
     Raises:
         ValueError: There is nothing to show, or it does not fit into ``SIZE_LIMIT``.
 
-    Example:
+    Examples:
         >>> write_report("report.html", [view], curves=[sink_curve([view])])
     """
     if not (models or tables or curves or pictures):

@@ -103,7 +103,7 @@ def construct(
         constant: The first dimension of every embedding, 1 in the paper.
         embeddings: Dimensions 3 … 15 of every embedding; random by default, with norms that differ.
 
-    Example:
+    Examples:
         >>> model = construct(1 / 128, 1024, position="rope")
         >>> model(torch.randint(0, 1025, (1, 1024))).logits.argmax(-1)
         tensor([[   1,    2,    3,  ..., 1022, 1023, 1024]])

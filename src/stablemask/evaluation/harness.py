@@ -111,7 +111,7 @@ def run_downstream(
     Yields:
         ``("piqa/acc", 0.61)`` and so on: every metric that the harness has for the task.
 
-    Example:
+    Examples:
         >>> dict(run_downstream("runs/stable-71m", tasks=["piqa"], data="data/downstream"))
     """
     if limit is not None and limit < 1:

@@ -32,7 +32,7 @@ class Reader:
         keys: How many of them, with ``window`` and ``pinned``: the first tokens included.
         pinned: How many first tokens stay, with ``pinned``.
 
-    Example:
+    Examples:
         >>> read = Reader(model, "window", keys=512)
         >>> logits = torch.cat([read(piece) for piece in ids.split(256, 1)], 1)
     """

@@ -21,7 +21,7 @@ class AnnealBase(TrainerCallback):
         updates: After how many updates ``base`` is reached.
         base: The base at the end.
 
-    Example:
+    Examples:
         >>> stablemask.hf.enable(model, gamma=0.5, horizon=2048, base=-math.inf)
         >>> trainer = Trainer(model, args, callbacks=[stablemask.hf.AnnealBase(updates=1000)])
     """

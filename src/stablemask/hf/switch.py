@@ -38,7 +38,7 @@ def enable(
     Raises:
         ValueError: The architecture does not support it; the message says why.
 
-    Example:
+    Examples:
         >>> model = LlamaForCausalLM(config)
         >>> stablemask.hf.enable(model, gamma=0.5, horizon=2048)
     """
@@ -94,7 +94,7 @@ def load(
         base: As in ``enable``.
         **kwargs: For ``AutoModelForCausalLM.from_pretrained``: dtype, device_map, revision and so on.
 
-    Example:
+    Examples:
         >>> model = stablemask.hf.load("a-folder", gamma=0.5, horizon=2048)
     """
     if "attn_implementation" in kwargs:

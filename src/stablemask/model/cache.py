@@ -152,7 +152,7 @@ class StreamingCache(Cache):
 class WindowCache(StreamingCache):
     """The last ``window`` keys, nothing pinned, nothing rotated again: all that a model without sinks needs.
 
-    Example:
+    Examples:
         >>> cache = WindowCache(256)
         >>> cache.get_seq_length()
         0
@@ -177,7 +177,7 @@ class StreamingLLMCache(StreamingCache):
     A token is the last of the window it sees, so rows and keys stand at 0 … pinned + window − 1 however long
     the text is. Artificial tokens are kept in front of the pinned ones. Padding has no place here.
 
-    Example:
+    Examples:
         >>> StreamingLLMCache(pinned=4, window=252).pinned
         4
     """

@@ -102,7 +102,7 @@ class StableMaskConfig(PreTrainedConfig):
         initializer_range: Standard deviation of the initial weights.
         use_cache: Keep keys and values for generation.
 
-    Example:
+    Examples:
         >>> config = StableMaskConfig(position="rope", remedy="stablemask", horizon=512)
         >>> config.scores
         PseudoScores(gamma=0.5, horizon=512, headwise=True, base=0.0)

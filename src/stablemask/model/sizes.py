@@ -29,7 +29,7 @@ _PARTS = {
 def named_config(size: str, **settings: Any) -> StableMaskConfig:
     """The configuration of a named size; any setting may be given beside it or overridden.
 
-    Example:
+    Examples:
         >>> named_config("71m", horizon=512).hidden_size
         512
     """

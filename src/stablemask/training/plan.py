@@ -76,7 +76,7 @@ class Plan:
 def plan(recipe: Recipe, processes: int = 1) -> Plan:
     """What a recipe would take. Builds the model without memory and reads no text.
 
-    Example:
+    Examples:
         >>> plan(load_recipe("recipes/tiny.toml")).tokens
         4096
     """

@@ -288,7 +288,7 @@ def load_recipe(path: str | Path, overrides: Table | None = None) -> Recipe:
         ValueError: An unknown key, with the nearest that exists, or a value that is not allowed.
         OSError: A file cannot be read.
 
-    Example:
+    Examples:
         >>> load_recipe("recipes/tiny.toml", {"train": {"steps": 5}}).train.steps
         5
     """
