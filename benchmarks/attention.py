@@ -67,7 +67,8 @@ def run(options: Options) -> int:
     memory_runs = [r for r in memory.RUNS if wanted.search(r.case) and not options.quick]
     console = make_console()
     if not entries and not memory_runs:
-        console.print(f"only: no case matches {options.only!r}; names look like {ENTRIES[0].case.name}")
+        message = f"only: no case matches {options.only!r}; names look like {ENTRIES[0].case.name}"
+        console.print(message, markup=False)
         return 2
     clocks = (PROCESS_TIME,) if options.quick else (PROCESS_TIME, WALL_TIME)
     bench = Bench(clocks, Rule(min_rounds=options.rounds))

@@ -24,6 +24,7 @@ from stablemask.shapes import (
     Values,
 )
 
+_LARGEST = torch.iinfo(torch.int64).max
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -148,6 +149,8 @@ def _check_tensors(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Ten
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}; allowed is a tensor of shape [B, heads, T, D]")
+        if t.is_nested or t.layout != torch.strided:
+            _reject(name, "a nested tensor" if t.is_nested else str(t.layout), "dense tensors")
         if t.ndim != 4:
             _reject(name, _describe(t), "rank 4: [B, heads, T, D]")
         if t.dtype not in _DTYPES:
@@ -188,8 +191,8 @@ def _check_flags(causal: object, args: Arguments) -> None:
     for name, flag in (("causal", causal), ("return_lse", args.return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}; allowed are True and False")
-    if args.window is not None and (not _is_int(args.window) or args.window < 1):
-        _reject("window", repr(args.window), "integers ≥ 1, or None")
+    if args.window is not None and not (_is_int(args.window) and 1 <= args.window <= _LARGEST):
+        _reject("window", repr(args.window), f"integers from 1 to {_LARGEST}, or None")
     if args.window is not None and not causal:
         _reject(
             "window", repr(args.window), "None without causal attention: a window counts back from the query"

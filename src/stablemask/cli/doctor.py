@@ -1,12 +1,14 @@
 """``stablemask doctor``: what is installed, what the machine has, and which back ends work on it."""
 
 import importlib.metadata
+import importlib.util
 import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -28,12 +30,21 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Options:
-    """Versions, devices, and which back ends work here or why they do not."""
+    """Versions, devices, and which back ends work here or why they do not.
+
+    Args:
+        architectures: Instead, the architectures of transformers that can run StableMask and those that
+            cannot, with the reason: the table that the tests write.
+    """
+
+    architectures: bool = False
 
 
-def run(options: Options) -> int:  # noqa: ARG001 - every command has the same function
+def run(options: Options) -> int:
     """Print the report. 1 if some device is left with no back end but the dense one."""
     console = make_console()
+    if options.architectures:
+        return _print_architectures(console)
     console.print(_facts("Installed", _versions()), "")
     console.print(_facts("Machine", _machine()), "")
     slow = []
@@ -45,6 +56,26 @@ def run(options: Options) -> int:  # noqa: ARG001 - every command has the same f
     for device in slow:
         console.print(f"{device}: only the dense reference works here, which takes O(T²) memory", style="red")
     return 1 if slow else 0
+
+
+def _print_architectures(console: Console) -> int:
+    """0: printed; 2: transformers, whose architectures they are, is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        extra = "pip install 'stablemask[hf]'"
+        console.print(f"stablemask doctor: needs transformers, which is not installed: {extra}", markup=False)
+        return 2
+    from stablemask.hf.architectures import table  # noqa: PLC0415 - of an extra that may be missing
+
+    listed = Table(title="Architectures of transformers", title_justify="left", title_style="bold", box=None)
+    for column in ("model type", "StableMask", "remark"):
+        listed.add_column(column, overflow="fold")
+    for line in sorted(table(), key=lambda line: not line.supported):
+        listed.add_row(
+            line.name, Text("yes", "green") if line.supported else Text("no", "yellow"), line.remark
+        )
+    console.print(listed)
+    console.print("An architecture that is not listed is tried when StableMask is switched on in it.")
+    return 0
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -53,7 +53,7 @@ def run(options: Options) -> int:
             dtype=options.dtype,
         )
     except (ValueError, TypeError, OSError) as error:
-        console.print(f"stablemask serve: {error}", soft_wrap=True)
+        console.print(f"stablemask serve: {error}", soft_wrap=True, markup=False)
         return 2
     config = uvicorn.Config(served.app, host=options.host, port=options.port, log_level="warning")
     socket = config.bind_socket()
