@@ -28,7 +28,7 @@ from torch import Tensor
 from stablemask import PseudoScores
 from stablemask.analysis._files import write_whole
 from stablemask.analysis.palette import PALETTES, Palette, Theme
-from stablemask.analysis.views import Cell, Curve, ModelView, PseudoMass, Table
+from stablemask.analysis.views import Cell, Curve, Interval, ModelView, PseudoMass, Table
 
 _SHARES = PowerNorm(0.5, 0.0, 1.0)
 _DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1.5, 1.5, 1.5, 1.5)), (0, (1, 3)))
@@ -60,7 +60,50 @@ def heads_figure(
                 axes[down][across].set_title(f"{model.name}\n{title}" if down == 0 else title)
         bars = (("share of attention", palette.attention_ramp()), ("pseudo mass", palette.pseudo_ramp()))
         for label, colours in bars:
-            _label_shares(figure.colorbar(_scale(colours), ax=axes, label=label, aspect=30, pad=0.02))
+            _label_shares(figure.colorbar(_scale(colours), ax=axes, label=label, aspect=30 * rows, pad=0.02))
+    return figure
+
+
+def all_heads_figure(model: ModelView, *, theme: Theme = "light") -> Figure:
+    """Attention maps of every head of a model: a row for every layer, the pseudo mass beside each map."""
+    palette, rows, columns = PALETTES[theme], model.num_layers, model.num_heads
+    with _style(palette):
+        figure = Figure(figsize=(1.25 * columns + 1.2, 1.3 * rows + 0.5), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for layer in range(rows):
+            for head in range(columns):
+                axes = grid[layer][head]
+                _draw_map(axes, model, layer, head, palette, labelled=False)
+                axes.set_title(f"{layer}.{head}", fontsize=7)
+        figure.suptitle(f"{model.name}, layer.head")
+        _label_shares(figure.colorbar(_scale(palette.attention_ramp()), ax=grid, label="share", aspect=40))
+    return figure
+
+
+def interval_figure(
+    title: str, x_label: str, intervals: Sequence[Interval], *, mark: float = 0.0, theme: Theme = "light"
+) -> Figure:
+    """Differences with their intervals, a line each; 0 is marked, and the value from which one counts."""
+    _need(intervals, "intervals")
+    palette = PALETTES[theme]
+    with _style(palette):
+        figure = Figure(figsize=(7.2, 0.26 * len(intervals) + 1.1), layout="constrained")
+        axes = figure.subplots()
+        for row, interval in enumerate(intervals):
+            for (low, high), colour, shift in (
+                (interval.first, palette.series[0], -0.13),
+                (interval.second, palette.series[1], 0.13),
+            ):
+                if not math.isnan(low):
+                    axes.plot((low, high), (row + shift,) * 2, color=colour, linewidth=2.2)
+            axes.plot(interval.value, row, color=palette.text, marker="o", markersize=4)
+        axes.axvline(0, color=palette.muted, linewidth=0.8)
+        axes.axvline(mark, color=palette.muted, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.set_yticks(range(len(intervals)), [interval.name for interval in intervals], fontsize=8)
+        axes.set(ylim=(len(intervals) - 0.5, -0.5), xlabel=x_label)
+        axes.set_title(title)
+        axes.grid(axis="x", color=palette.line, linewidth=0.6)
+        axes.set_axisbelow(True)
     return figure
 
 
@@ -253,14 +296,18 @@ def _matrix(axes: Axes, values: Tensor, colours: Sequence[str], aspect: Literal[
     axes.spines[:].set_visible(False)
 
 
-def _draw_map(axes: Axes, model: ModelView, layer: int, head: int, palette: Palette) -> None:
+def _draw_map(
+    axes: Axes, model: ModelView, layer: int, head: int, palette: Palette, *, labelled: bool = True
+) -> None:
     _matrix(axes, model.attention(layer, head), palette.attention_ramp(), "equal")
     axes.spines[["left", "bottom"]].set_visible(True)
     beside = axes.inset_axes((1.02, 0, 0.05, 1))
     _matrix(beside, model.pseudo_mass[layer, head][:, None], palette.pseudo_ramp(), "auto")
     beside.set(xticks=[], yticks=[])
     beside.spines[:].set(visible=True, color=palette.line)
-    if len(model.tokens) <= _MAX_NAMED_TOKENS:
+    if not labelled:
+        axes.set(xticks=[], yticks=[])
+    elif len(model.tokens) <= _MAX_NAMED_TOKENS:
         names = [_label(token) for token in model.tokens]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)

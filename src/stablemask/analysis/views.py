@@ -155,6 +155,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A difference and the ends of two intervals of it; NaN where there is none."""
+
+    name: str
+    value: float
+    first: tuple[float, float]
+    second: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Table:
     """A table: numbers are aligned and can be sorted on the page; ``None`` is shown as a dash."""
 

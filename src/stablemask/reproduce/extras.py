@@ -4,7 +4,7 @@ A group is "kind/what". Each has one cell, of seed 0:
 
 * ``sizes/160m``: million parameters of a named size, and of the widths that the paper prints for it;
 * ``theory/…``: the theorems, see ``reproduce.theory``;
-* ``latency/16+64``: generation, prompt 16 and output 64, with the larger model of the study;
+* ``latency/16+32``: generation, prompt 16 and output 32, with the larger model of the study;
 * ``heads/small/rope/none``: attention of a trained model of the study on the first tokens of a document;
 * ``downstream/small/rope/none``: its accuracies in downstream tasks.
 """
@@ -29,7 +29,7 @@ DOWNSTREAM_LIMIT = 500
 DOWNSTREAM_TASKS = ("lambada_openai", "piqa", "arc_easy", "arc_challenge", "openbookqa", "winogrande")
 _ON_MODELS = ("heads", "downstream")
 _PAIR = ("small/rope/none", "small/rope/stablemask")
-_PLACES = ((16, 16), (16, 64), (64, 64), (256, 16), (256, 64))
+_PLACES = ((16, 8), (16, 32), (64, 32), (256, 8), (256, 32))
 
 Settings = dict[str, Any]
 

@@ -81,6 +81,7 @@ class Item:
         repeats: How the study repeats it.
         recipes: What repeats it in full, beside the recipes of its rows.
         commands: Likewise.
+        groups: What its figure needs, beside the groups of its rows.
         tables: Its numbers.
     """
 
@@ -91,12 +92,13 @@ class Item:
     repeats: str
     recipes: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
 
-    def groups(self) -> list[str]:
-        """Every group of its rows, once."""
-        rows = (row for table in self.tables for row in table.rows)
-        return list(dict.fromkeys(row.group for row in rows if row.group is not None))
+    def all_groups(self) -> list[str]:
+        """Those of the item and of its rows, once."""
+        own = [row.group for table in self.tables for row in table.rows if row.group is not None]
+        return list(dict.fromkeys([*self.groups, *own]))
 
     def all_recipes(self) -> list[str]:
         """Those of the item and of its rows and columns, once."""
@@ -132,7 +134,7 @@ def entries_of(items: Iterable[Item], claims: Iterable[Claim], study: Study) -> 
     """The models and other cells that some items are about, those of their claims included."""
     chosen = list(items)
     ids = {item.id for item in chosen}
-    groups = {group for item in chosen for group in item.groups()}
+    groups = {group for item in chosen for group in item.all_groups()}
     groups |= {term.group for claim in claims if ids & set(claim.items) for term in claim.terms}
     looked_at = [extras.model_entry(entry) for entry in extras.entries() if entry.group in groups]
     models = {entry for entry in looked_at if entry is not None}
@@ -169,12 +171,13 @@ def problems(items: Sequence[Item], claims: Sequence[Claim], study: Study) -> li
         if row.group is not None
         for metric in table.metrics or ("",)
     ]
+    named += [(item.id, group, "") for item in items for group in item.groups]
     named += [(f"claim {c.id}", term.group, term.metric) for c in claims for term in c.terms]
     found = [f"{where}: no group {group!r}" for where, group, _ in named if group not in known]
     found += [
         f"{where}: {group} has no metric {metric!r}"
         for where, group, metric in named
-        if group in known and metric not in metrics_of(group, study)
+        if group in known and metric and metric not in metrics_of(group, study)
     ]
     ids = {item.id for item in items}
     found += [f"claim {c.id}: no item {name!r}" for c in claims for name in c.items if name not in ids]
