@@ -40,7 +40,8 @@ class Packed(NamedTuple):
 
 
 def pack(model: ModelView, length: int) -> Packed:
-    """The first ``length`` rows of every head."""
+    """The first ``length`` rows of every head, or all where the text is shorter."""
+    length = min(length, len(model.tokens))
     triangle = torch.ones(length, length).tril().bool()
     shares: list[Tensor] = []
     first, entropy = (torch.zeros(model.num_layers, model.num_heads) for _ in range(2))
