@@ -86,17 +86,14 @@ def run(
         on_state: Called about once a second, and for every finished cell.
 
     Returns:
-        Those that are not finished: time was up, or something went wrong, which ``on_state`` was told. With
-        several processes the others go on.
+        Those that are not finished: time was up, or something went wrong, which ``on_state`` was told. The
+        others go on.
     """
     if jobs < 1:
         raise ValueError(f"jobs: got {jobs}; allowed: from 1 on")
     watch = _Watch(job.study, entries, on_state)
     if jobs == 1 and seconds is None:
-        for entry in entries:
-            work(job, entry, _in_place(watch, entry))
-            watch.finished(entry)
-        return []
+        return [entry for entry in entries if not _work_here(job, entry, watch)]
     return _in_processes(job, entries, jobs, seconds, watch)
 
 
@@ -190,9 +187,17 @@ def _drain(reports: "Queue[tuple[Entry, float]]", watch: _Watch) -> None:
             return
 
 
-def _in_place(watch: _Watch, entry: Entry) -> Callable[[float], None]:
+def _work_here(job: Job, entry: Entry, watch: _Watch) -> bool:
+    """Whether the cell was made."""
+
     def on_share(share: float) -> None:
         watch.update(entry, share)
         watch.tell()
 
-    return on_share
+    try:
+        work(job, entry, on_share)
+    except Exception as error:  # noqa: BLE001 - as in other processes, one cell does not stop the others
+        watch.finished(entry, error)
+        return False
+    watch.finished(entry)
+    return True
