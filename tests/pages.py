@@ -114,7 +114,7 @@ def run_command(words: Sequence[str]) -> None:
             processes = str(int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node))
             command = [*given.training_script_args, "--dry-run", "--processes", processes]
             assert main(command) == 0, shlex.join(words)
-        case ["python", "-m", module, *options] if module.startswith("benchmarks."):
+        case ["python", "-m", module, *options] if module.startswith(("benchmarks.", "stablemask.")):
             check_options(module, options)
         case ["make", target, *_]:
             assert re.search(
@@ -149,7 +149,7 @@ def check_options(module: str, options: Sequence[str]) -> None:
     """A program of ours must know the options; it is not run."""
     printed = io.StringIO()
     with patch.object(sys, "argv", [module, "--help"]), redirect_stdout(printed), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'benchmarks.* found in sys.modules", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         with pytest.raises(SystemExit):
             runpy.run_module(module, run_name="__main__")
     known = re.findall(r"--[a-z-]+", printed.getvalue())
