@@ -4,6 +4,7 @@ A module of scenes is run by a test, ``python -m tests.…processes FOLDER SCENE
 started a thread; what a scene returns is what the test gets.
 """
 
+import gc
 import json
 import os
 import signal
@@ -31,16 +32,18 @@ def play(module: str, scene: str, folder: Path) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def main(*scenes: Scene) -> None:
     """Play the scene that the command line names."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()  # a child that collects garbage would copy all pages of its parent
     folder, name = sys.argv[1:]
     (scene,) = (scene for scene in scenes if getattr(scene, "__name__", "") == name)
     print(json.dumps(scene(Path(folder))))  # noqa: T201 - read by the test
+    gc.unfreeze()
 
 
 def forked(work: Callable[[], object]) -> int:

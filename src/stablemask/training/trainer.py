@@ -82,7 +82,7 @@ class Metrics(TrainerCallback):
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps({"step": entry["step"], **entry}) + "\n"
+    return json.dumps({"step": entry["step"], **dict(sorted(entry.items()))}) + "\n"
 
 
 class PretrainingTrainer(Trainer):
