@@ -267,10 +267,10 @@ class Bench:
     def _time(self, case: Case, stopwatch: Stopwatch, stock: Callable[[], object], call: Measured) -> Timing:
         rate = self._matmul_rate(case.dtype, case.device, stopwatch)
         with threads(stopwatch.threads):
-            found = compare(stock, call, clock=stopwatch.clock, rule=self.rule)
-        ratio = found.ratio.scaled(case.baseline_pairs / case.visible_pairs)
+            factor = case.baseline_pairs / case.visible_pairs
+            found = compare(stock, call, clock=stopwatch.clock, rule=self.rule, factor=factor)
         flops = attention_flops(case.visible_pairs, case.heads, case.width, backward=case.backward)
-        return Timing(stopwatch.name, replace(found, ratio=ratio), flops / found.candidate_seconds / rate)
+        return Timing(stopwatch.name, found, flops / found.candidate_seconds / rate)
 
 
 def _measured_matmul_rate(dtype: torch.dtype, device: str, stopwatch: Stopwatch) -> float:

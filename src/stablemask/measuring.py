@@ -51,10 +51,6 @@ class Ratio:
             return "not measured"
         return "met" if self.median <= bar else "missed"
 
-    def scaled(self, factor: float) -> "Ratio":
-        """The ratio to a baseline that takes 1/``factor`` of the time."""
-        return Ratio(self.median * factor, self.low * factor, self.high * factor, self.rounds)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -94,6 +90,7 @@ def compare(
     *,
     clock: Clock = time.process_time,
     rule: Rule = Rule(),
+    factor: float = 1.0,
     on_round: Callable[[int], object] | None = None,
 ) -> Comparison:
     """Time both in rounds A B B A until the interval is narrow or the rule says it is enough.
@@ -103,6 +100,7 @@ def compare(
         candidate: What is measured.
         clock: Seconds, from any start.
         rule: How long to measure.
+        factor: The ratio is to a baseline that takes 1/``factor`` of the time.
         on_round: Called after every round with the number of rounds done.
     """
     repeats_a = _repeats(baseline, clock, rule.min_seconds)
@@ -119,7 +117,7 @@ def compare(
             if on_round is not None:
                 on_round(len(outer))
             if len(outer) >= rule.min_rounds:
-                ratio = median_ratio([sum(b) / sum(a) for a, b in zip(outer, inner, strict=True)])
+                ratio = median_ratio([factor * sum(b) / sum(a) for a, b in zip(outer, inner, strict=True)])
     pairs = zip(outer[::2], outer[1::2], strict=False)
     noise = median_ratio([(last + first) / (begun + ended) for (begun, last), (first, ended) in pairs])
     return Comparison(ratio, noise, _median_of_all(outer), _median_of_all(inner))
