@@ -38,6 +38,9 @@ COMMANDS = {
         "the position tasks of the paper, learned by small models", "cli,hf", "evaluate_position"
     ),
     "inspect": Command("what a model's attention does with a text, as tables and a page", "cli,eval,report"),
+    "reproduce": Command(
+        "tables, figures and theorems of the paper, its values beside measured ones", "cli,train,eval,report"
+    ),
     "theory": Command("the theorems of the paper, put to the test one by one", "cli,hf"),
 }
 

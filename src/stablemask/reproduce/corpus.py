@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -205,6 +205,11 @@ def _described(source: Source, config: DataConfig) -> dict[str, str | None]:
     bar = Bar(shown=False)
     text = disk.key({name: part.fingerprint(bar) for name, part in _parts(source, config).items()})
     return {**short, "tokenizer": source.tokenizer, "text": text}
+
+
+def source_digest(source: Source) -> str:
+    """A short name for a source, before it is read."""
+    return hashlib.sha256(json.dumps(asdict(source), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _short(value: str) -> str:

@@ -98,6 +98,11 @@ def model_entry(entry: Entry) -> Entry | None:
     return Entry(entry.group.partition("/")[2], 0) if kind(entry) in _ON_MODELS else None
 
 
+def is_late(entry: Entry) -> bool:
+    """Whether it comes after all others: it looks at their models, or needs the machine for itself."""
+    return kind(entry) in (*_ON_MODELS, "latency")
+
+
 def settings(study: Study, entry: Entry, conditions: "Conditions") -> Settings:
     """What decides its values, beside what all cells have."""
     if entry not in entries():

@@ -10,10 +10,10 @@ from stablemask.analysis.palette import Theme
 from stablemask.evaluation.cells import write_text
 from stablemask.reproduce import tables
 from stablemask.reproduce.gather import Found
-from stablemask.reproduce.judge import Judged, judge
+from stablemask.reproduce.judge import Judged
 from stablemask.reproduce.paper import Item
 from stablemask.reproduce.pictures import OVERVIEW, Picture, pictures
-from stablemask.reproduce.study import Claim, Study
+from stablemask.reproduce.study import Study
 
 FIGURES = "figures"
 _PREFIX = "results-"
@@ -50,10 +50,9 @@ is the standard deviation over seeds; beside the paper's values it is the paper'
 
 
 def write_page(
-    page: Path, items: Sequence[Item], claims: Sequence[Claim], found: Found, study: Study
+    page: Path, items: Sequence[Item], judged: Sequence[Judged], found: Found, study: Study
 ) -> list[Path]:
     """Write the page and its figures; figures of an earlier page are removed. Returns what was written."""
-    judged = [judge(claim, found) for claim in claims]
     drawn = pictures(found, judged, study)
     folder = page.parent / FIGURES
     folder.mkdir(parents=True, exist_ok=True)

@@ -79,30 +79,38 @@ def shown(values: Sequence[float], scale: Scale) -> str:
 
 
 def _grid(table: Table, found: Found) -> Grid:
+    """The paper's values and the measured ones: side by side for one column, else one above the other."""
+    both = table.is_printed and bool(table.metrics)
+    columns = ["", *table.columns]
+    if both:
+        columns = ["", f"{table.columns[0]}, paper", "measured"] if len(columns) == 2 else ["", *columns]
     with_seeds = any(len(found.seeds(row.group)) > 1 for row in table.rows if row.group is not None)
-    columns = [""]
-    for column in table.columns:
-        if not (table.metrics and table.is_printed):
-            columns.append(column)
+    rows: list[tuple[str, ...]] = []
+    for row in table.rows:
+        seeds = [str(len(found.seeds(row.group))) if row.group else ""] * with_seeds
+        values, printed = _values(table, row, found), [_printed(row, i) for i in range(len(table.columns))]
+        if not both:
+            rows.append((row.name, *values, *seeds))
+        elif len(table.columns) == 1:
+            rows.append((row.name, *printed, *values, *seeds))
         else:
-            columns += [f"{column}, paper", f"{column}, measured"]
-    rows = [_row(table, row, found, with_seeds=with_seeds) for row in table.rows]
-    return Grid(table.title, (*columns, "seeds") if with_seeds else tuple(columns), tuple(rows))
+            rows += [(row.name, "paper", *printed, *[""] * with_seeds)] * bool(row.printed)
+            rows.append(("" if row.printed else row.name, "measured", *values, *seeds))
+    return Grid(table.title, (*columns, *["seeds"] * with_seeds), tuple(rows))
 
 
-def _row(table: Table, row: Row, found: Found, *, with_seeds: bool) -> tuple[str, ...]:
-    cells = [row.name]
-    counts = set()
-    for i in range(len(table.columns)):
-        if table.is_printed:
-            cells.append(_printed(row, i))
-        if table.metrics:
-            values = measured(row, table.metrics[i], found)
-            counts.add(len(values))
-            interval = _interval(row, table.metrics[i], found)
-            text = "" if row.group is None else shown(values, table.scale)
-            cells.append(text if interval is None else f"{text} ({_span(interval, table.scale)})")
-    return (*cells, str(max(counts))) if with_seeds else tuple(cells)
+def _values(table: Table, row: Row, found: Found) -> list[str]:
+    """What was measured; what the paper prints, where nothing is to be measured."""
+    if not table.metrics:
+        return [_printed(row, i) for i in range(len(table.columns))]
+    return [_cell(row, metric, table.scale, found) for metric in table.metrics]
+
+
+def _cell(row: Row, metric: str, scale: Scale, found: Found) -> str:
+    if row.group is None:
+        return ""
+    text, interval = shown(measured(row, metric, found), scale), _interval(row, metric, found)
+    return text if interval is None else f"{text} ({_span(interval, scale)})"
 
 
 def _printed(row: Row, column: int) -> str:
