@@ -62,7 +62,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     for name, message in zip(("empty", "begun"), found["messages"], strict=True):
         assert str(tmp_path / name) in message
         assert "cannot be written: [Errno 13] Permission denied" in message
-        assert "allowed: a folder with enough space that this user may write" in message
+        assert "allowed: a folder that this user may write, with enough space (" in message
         assert "Traceback" not in message
     assert "There is no checkpoint yet; the same command begins anew" in found["messages"][0]
     assert f"checkpoint-{small.STEPS} is whole; the same command goes on from there" in found["messages"][1]

@@ -99,9 +99,11 @@ def writing(path: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        there = next(place for place in (folder, *folder.parents) if place.is_dir())
+        free = shutil.disk_usage(there).free / 2**20  # torch does not say that a disk is full
         raise OSError(
-            f"{path} cannot be written: {error}; allowed: a folder with enough space that this user may "
-            f"write. {kept(folder)}"
+            f"{path} cannot be written: {error}; allowed: a folder that this user may write, with enough "
+            f"space ({free:,.0f} MiB are free). {kept(folder)}"
         ) from error
 
 
