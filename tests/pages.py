@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser
 from stablemask.cli import COMMANDS, main
 from stablemask.training import load_recipe
 from tests import text
+from tests.reproduce import small
 from tests.server import started
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,7 @@ SHORTER = {
     "--latency.rounds 2 --latency.max-seconds 1",
     "eval position": "--lengths 8 --jobs 1 --setting.steps 2 --setting.batch-size 2 --setting.width 16",
     "inspect": "--length 64",
+    "reproduce": "--data texts.jsonl --study study.toml --seeds 1 --jobs 1",
     "theory": "--length 48 --steps 2",
 }
 
@@ -159,6 +161,7 @@ def check_options(module: str, options: Sequence[str]) -> None:
 def furnish(folder: Path) -> None:
     """What a reader has: recipes, texts, a pretrained model."""
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    (folder / "study.toml").write_text(small.STUDY, encoding="utf-8")
     random.seed(0)
     words = " ".join(text.SENTENCES).split()
     texts = [" ".join(random.choices(words, k=110)) for _ in range(40)]  # noqa: S311 - a text, not a secret
