@@ -199,6 +199,16 @@ def test_heads_are_coloured_by_what_is_chosen(browser: Chromium, pair: Path) -> 
     assert label == f"Layer 1, head 0: pseudo mass {expected:.0f} %"
 
 
+def test_values_of_a_curve_are_read_with_the_mouse(browser: Chromium, pair: Path) -> None:
+    browser.open(pair)
+    browser.point(".plot", across=0.99)
+    assert browser.text(".readout") == "step 3 · ours 1.25 (1.2 … 1.3)"
+    browser.point(".plot", across=0.2)
+    assert browser.text(".readout") == "step 1 · ours 2 (1.9 … 2.1)"
+    browser.point("footer")
+    assert browser.text(".readout").strip() == ""
+
+
 def test_tables_are_sorted(browser: Chromium, pair: Path) -> None:
     browser.open(pair)
 

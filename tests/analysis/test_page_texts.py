@@ -69,7 +69,11 @@ def test_text_is_shown_and_never_executed(browser: Chromium, tmp_path: Path) -> 
         browser.ask("document.querySelectorAll('img:not(.picture img), b > b, #explore script').length") == 0
     )
     browser.resize(390, 900)
-    browser.wait("document.documentElement.scrollWidth <= 390")  # long words are broken
+    browser.wait("document.documentElement.scrollWidth <= 390")
+    widths = browser.ask(
+        "(({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth])(document.querySelector('.text'))"
+    )
+    assert widths[0] <= widths[1], "long words are broken"
 
 
 def test_text_that_runs_the_other_way_moves_no_neighbour(browser: Chromium, tmp_path: Path) -> None:
