@@ -14,6 +14,7 @@ import shutil
 import sys
 import tomllib
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from stablemask.cli import COMMANDS, main
@@ -111,11 +114,10 @@ def run_command(words: Sequence[str]) -> None:
             assert main(shortened(rest)) == 0, shlex.join(words)
         case ["torchrun", *options]:
             given = get_args_parser().parse_args(options)
-            assert given.module
-            assert given.training_script == "stablemask.cli", shlex.join(words)
-            processes = str(int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node))
-            command = [*given.training_script_args, "--dry-run", "--processes", processes]
-            assert main(command) == 0, shlex.join(words)
+            plan_training(given, int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node))
+        case ["accelerate", "launch", *options]:
+            given = launch_command_parser().parse_args(options)
+            plan_training(given, load_config_from_file(given.config_file).num_processes)
         case ["python", "-m", module, *options] if module.startswith(("benchmarks.", "stablemask.")):
             check_options(module, options)
         case ["make", target, *_]:
@@ -129,6 +131,13 @@ def run_command(words: Sequence[str]) -> None:
             assert {*filter(None, (extras[1] or "").split(","))} <= {*known["optional-dependencies"]}
         case _:
             raise AssertionError(f"nothing here can tell whether this is right: {shlex.join(words)}")
+
+
+def plan_training(launched: Namespace, processes: int) -> None:
+    """A launcher of many processes: what they would run is planned for as many."""
+    assert launched.module
+    assert launched.training_script == "stablemask.cli"
+    assert main([*launched.training_script_args, "--dry-run", "--processes", str(processes)]) == 0
 
 
 def shortened(words: Sequence[str]) -> list[str]:

@@ -53,6 +53,7 @@ IN_PYTHON, IN_SHELL, IN_RECIPE, IN_OTHER = (
         (IN_SHELL, "stablemask train recipes/no-such-recipe.toml"),
         (IN_SHELL, "torchrun --nproc-per-node 3 -m stablemask.cli train recipes/tiny.toml"),
         (IN_SHELL, "torchrun --nproc-per-node 8 -m stablemask train recipes/tiny.toml"),
+        (IN_SHELL, "accelerate launch --config_file no-such.yaml -m stablemask.cli train recipes/tiny.toml"),
         (IN_SHELL, "make no-such-target"),
         (IN_SHELL, "pip install 'stablemask[no-such-extra]'"),
         (IN_SHELL, "python -m benchmarks.attention --no-such-option"),
@@ -71,7 +72,7 @@ def test_a_wrong_block_fails(
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n" + IN_PYTHON.format("x = 1") + "\n" + fence.format(wrong), encoding="utf-8")
     assert [block.line for block in blocks(page)] == [4, 8]
-    with pytest.raises((AssertionError, SyntaxError, ValueError)):
+    with pytest.raises((AssertionError, SyntaxError, ValueError, FileNotFoundError)):
         run_page(page, tmp_path)
 
 
