@@ -29,6 +29,14 @@ from stablemask.training.trainer import Metrics, PretrainingTrainer, Schedule
 RUN = "run.json"
 SUMMARY = "summary.json"
 MODEL = "model"
+# Set by accelerate launch for what the recipe decides, or nobody.
+_LAUNCHER = {
+    "ACCELERATE_USE_FSDP": "the recipe's train.distribution spreads the model",
+    "ACCELERATE_USE_DEEPSPEED": "the recipe's train.distribution spreads the model",
+    "ACCELERATE_USE_MEGATRON_LM": "the recipe's train.distribution spreads the model",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "the recipe's train.distribution spreads the model",
+    "ACCELERATE_DYNAMO_BACKEND": "a training run is not compiled",
+}
 # A run may go on with other values of these: they change nothing in what it computes.
 _FREE = (("name",), ("data", "cache"), ("train", "keep"), ("train", "report_to"))
 
@@ -74,7 +82,7 @@ def train(
         OSError: A file cannot be read or written.
         FloatingPointError: A loss, a gradient or a weight is no longer a finite number.
 
-    Example:
+    Examples:
         >>> summary = train(load_recipe("recipes/tiny.toml"), "runs/tiny")  # doctest: +SKIP
     """
     recipe.check()
@@ -113,6 +121,7 @@ def _finished(recipe: Recipe, folder: Path) -> Summary | None:
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     config = recipe.train
+    _refuse_other_settings(config.precision)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     pieces = config.accumulation * processes
     if config.sequences % pieces:
@@ -161,6 +170,20 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         average_tokens_across_devices=True,
     )
+
+
+def _refuse_other_settings(precision: str) -> None:
+    """What accelerate launch was told beside the recipe: transformers would follow it, or say nothing."""
+    found = {name: os.environ.get(name, "no").lower() for name in _LAUNCHER}
+    for name, setting in _LAUNCHER.items():
+        if found[name] not in ("no", "false", "none", ""):
+            raise ValueError(f"{name}: got {found[name]!r} from the launcher; allowed: no, as {setting}")
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if given not in ("no", precision):
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION: got {given!r} from the launcher; allowed: no, or the recipe's "
+            f"train.precision, {precision!r}"
+        )
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Two processes train what one does: data parallel and sharded, whole and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stablemask.training import train
+from tests import scenes
+from tests.training import small, two_processes
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return scenes.play("tests.training.two_processes", "runs", tmp_path_factory.mktemp("two"))
+
+
+def apart(a: list[dict[str, float]], b: list[dict[str, float]]) -> float:
+    """The largest difference of losses and of norms of the gradient, as a share of them."""
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    names = ("loss", "grad_norm", "valid_loss")
+    pairs = [(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in names if name in x]
+    assert len(pairs) == 12 + 12 + 2
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*two_processes.TWO, "ddp, ended in one"])
+def test_two_processes_have_the_losses_of_one(name: str, found: Found) -> None:
+    precision = "bf16" if "bf16" in name else "fp32"
+    assert apart(found["curves"][name], found["curves"][precision]) <= TOLERANCE[precision]
+
+
+@pytest.mark.slow
+def test_other_losses_would_be_seen(found: Found) -> None:
+    assert apart(found["curves"]["bf16"], found["curves"]["fp32"]) > 10 * TOLERANCE["fp32"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", two_processes.TWO)
+def test_the_model_is_copied_or_spread_as_the_recipe_says(name: str, found: Found) -> None:
+    expected = ["DistributedDataParallel", "whole"]
+    if "fsdp" in name:
+        expected = ["FSDPStableMaskForCausalLM", "in parts"]
+    assert [process["spread"][name] for process in found["processes"]] == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", two_processes.RESUMED)
+def test_a_run_that_was_interrupted_ends_the_same(name: str, found: Found) -> None:
+    assert [process["resumed"][name] for process in found["processes"]] == [[], []]
+
+
+@pytest.mark.slow
+def test_no_copies_instead_of_parts(found: Found) -> None:
+    for process in found["processes"]:
+        inactive, batch = process["refused"]
+        assert "distribution: got 'fsdp', but " in inactive
+        assert "are whole" in inactive
+        assert "batch_size: got 3 sequences; allowed: multiples of accumulation × processes = 1 × 2" in batch
+
+
+def test_one_process_cannot_spread_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="distribution: got 'fsdp' in a single process; allowed"):
+        train(small.recipe(tmp_path, distribution="fsdp"), tmp_path / "run", progress=False)
