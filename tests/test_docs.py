@@ -113,6 +113,12 @@ def test_layout_tree_names_what_exists() -> None:
     assert unnamed == []
 
 
+def test_examples_in_docstrings_are_shown_as_examples() -> None:
+    """The generator of the interface pages takes a section called "Example" for a quotation."""
+    for path in (ROOT / "src").rglob("*.py"):
+        assert not re.search(r"^ *Example:$", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
 @pytest.mark.parametrize("public", stablemask.__all__)
 def test_public_names_are_documented(public: str) -> None:
     assert f"::: stablemask.{public}\n" in read("docs/api.md")
