@@ -24,7 +24,8 @@ def write_card(
     summary: Mapping[str, Any],
 ) -> None:
     """Write ``README.md`` into the folder of a model."""
-    model = recipe.model
+    model, table = recipe.model, recipe.table()
+    del table["data"]["cache"]  # says something of the machine, nothing of the model
     remedy = "" if model.remedy == "none" else f" and the remedy {model.remedy}"
     what = (
         f"A decoder of {summary['parameters']:,} parameters with position encoding {model.position}{remedy}. "
@@ -77,7 +78,7 @@ def write_card(
         "## Recipe",
         "",
         "```toml",
-        write_table(recipe.table()),
+        write_table(table),
         "```",
         "",
         "## Versions",
