@@ -228,6 +228,13 @@ def test_tables_are_sorted(browser: Chromium, pair: Path) -> None:
     assert names() == ["a", "b", "c", "d"]
 
 
+def test_texts_with_numbers_are_sorted_by_them(browser: Chromium, tmp_path: Path) -> None:
+    table = Table("By position", ["position"], [["17–32"], ["3–4"], ["2"]])
+    browser.open(write_report(tmp_path / "report.html", tables=[table]))
+    browser.click("thead button")
+    assert browser.texts("tbody tr") == ["2", "3–4", "17–32"]
+
+
 def test_the_theme_is_that_of_the_system_until_somebody_chooses(browser: Chromium, pair: Path) -> None:
     def looks() -> tuple[str, str, str, list[bool]]:
         body = browser.ask("getComputedStyle(document.body).backgroundColor")

@@ -122,6 +122,8 @@ def _check(options: Options) -> list[str]:
         raise ValueError(f"models: got {len(options.models)}; allowed: one, or two to be compared")
     if (options.text is None) == (options.file is None):
         raise ValueError("text, file: got both or neither; allowed is one of them")
+    if options.text is not None and any("\ud800" <= letter <= "\udfff" for letter in options.text):
+        raise ValueError(f"text: got {options.text!r}, which is not UTF-8; allowed: UTF-8")
     if options.log and len(options.log) != len(options.models):
         raise ValueError(f"log: got {len(options.log)}; allowed: none, or one for each model")
     if not 0 <= options.epsilon < 1:

@@ -87,7 +87,7 @@ function sortTable(table, head, column) {
     const [x, y] = [a, b].map((row) => key(row).dataset.value);
     if (x !== undefined && y !== undefined) return (falling ? -1 : 1) * (Number(x) - Number(y));
     if (x !== undefined || y !== undefined) return x === undefined ? 1 : -1; // what is missing comes last
-    return (falling ? -1 : 1) * key(a).textContent.localeCompare(key(b).textContent);
+    return (falling ? -1 : 1) * key(a).textContent.localeCompare(key(b).textContent, undefined, { numeric: true });
   };
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
 }
