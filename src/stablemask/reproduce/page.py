@@ -135,8 +135,9 @@ def _provenance(found: Found) -> Iterator[str]:
     told = f"{len(cells)} cells, {hours:.1f} hours of work in all, from {dates[0]} to {dates[-1]}"
     yield f"{told}; language models were {' '.join(trained)}." if conditions.corpus else f"{told}."
     if found.left_out:
+        verb = "is" if found.left_out == 1 else "are"
         yield (
-            f"{found.left_out} more cells in that folder are not on this page: of another text, device "
+            f"Of the cells in that folder {found.left_out} {verb} not on this page: of another text, device "
             "or precision, or of a study that was changed since."
         )
     machines = Counter(_machine(cell) for cell in cells)
