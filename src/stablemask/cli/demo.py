@@ -67,7 +67,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print the table and write the page. 2: something in the options cannot be, or a process failed."""
+    """Print the table and write the page. 2: wrong options, or a process failed; 130: interrupted."""
     console = make_console()
     console.print(_LEAD)
     console.print(environment_line(), style="dim")
@@ -81,6 +81,9 @@ def run(options: Options) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"stablemask demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stablemask demo: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     table = _table(options, values, decoding, looked)
     _print(console, table)
     report = _write(options, table, looked)

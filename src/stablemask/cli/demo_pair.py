@@ -5,7 +5,10 @@ run that was interrupted goes on where it stopped.
 """
 
 import multiprocessing
+import os
 import queue
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -134,11 +137,21 @@ def _refuse_the_dead(processes: dict[Remedy, Any], values: dict[Remedy, dict[str
 
 def _grow(remedy: Remedy, folder: Path, plan: Plan, news: Any) -> None:
     """The process of one model."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends this process
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // len(PAIR)))
     try:
         news.put(("done", remedy, dict(_measure(remedy, folder, plan, news))))
     except Exception:  # noqa: BLE001 - the other process has to hear of it, whatever it is
         news.put(("failed", remedy, traceback.format_exc()))
+
+
+def _end_with_the_parent() -> None:
+    """Not to go on, and keep others from the folder, when the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _Tell(TrainerCallback):

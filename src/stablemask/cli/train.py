@@ -52,8 +52,9 @@ def parse(arguments: Sequence[str], program: str) -> Job:
     """Read the recipe, then the options with its values as their defaults."""
     first = arguments[0] if arguments else "--help"
     if first.startswith("-"):
-        tyro.cli(Options, prog=program, args=arguments or ["--help"])
-        return Job(problem=f"got {first!r}; the recipe comes first")
+        if not arguments or {"-h", "--help"}.intersection(arguments):
+            tyro.cli(Options, prog=program, args=["--help"])
+        return Job(problem=f"recipe: got {first!r}; allowed: a TOML file, before all options")
     try:
         recipe = load_recipe(first)
         default = Options(Path(first), model=recipe.model, data=recipe.data, train=recipe.train)
@@ -68,7 +69,7 @@ def parse(arguments: Sequence[str], program: str) -> Job:
 
 
 def run(job: Job) -> int:
-    """0: trained; 1: the run broke; 2: something in the options is wrong."""
+    """0: trained; 1: the run broke; 2: something in the options is wrong; 130: interrupted."""
     if job.recipe is None:
         print(f"stablemask train: {job.problem}", file=sys.stderr)
         return 2
@@ -79,7 +80,10 @@ def run(job: Job) -> int:
         summary = train(job.recipe, job.out)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"stablemask train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+    except KeyboardInterrupt:
+        print("stablemask train: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     print(
         f"{summary.model}: validation perplexity {summary.perplexity:.4f} after {summary.steps:,} updates, "
         f"{summary.tokens:,} tokens, {summary.seconds:,.0f} s"
