@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stablemask.analysis import CLASSES, Metrics, average, capture, classify, measure
 from stablemask.analysis.capture import Capture
+from stablemask.analysis.inspection import inspect_model
+from stablemask.analysis.pieces import Piece
 from tests.hf import tiny as stock
 from tests.model.tiny import EXACT, difference, model, tokens
 
@@ -86,6 +88,17 @@ def test_memory_is_a_block_of_rows(kind: str) -> None:
     with LargestTensor() as seen:
         measure(layers, classes(length), block=block)
     assert 4 * length <= seen.largest <= 4 * block * length, "more than a block of rows of all heads"
+
+
+@pytest.mark.parametrize("make", [model, lambda: stock.model("llama")])
+def test_a_whole_inspection_needs_no_square(make: Any) -> None:
+    """The model reads the text, too; of its logits only the last are computed."""
+    length, block = 1500, 8
+    piece = Piece(tokens(1, length), ["a"] * length, classes(length))
+    with LargestTensor() as seen:
+        found = inspect_model(make().float(), "model", [piece], shown=20, block=block)
+    assert found.metrics.first.shape == (2, 4, length)
+    assert seen.largest <= 64 * length < length**2 / 20
 
 
 def test_sink_rate_by_hand() -> None:

@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
+from stablemask.analysis import figures
+from stablemask.analysis.figures import curve_figure
+from stablemask.analysis.views import Curve
 from stablemask.cli import main
 from stablemask.evaluation import perplexity
+from stablemask.evaluation.models import describe
 from tests.evaluation import small
 
 
@@ -77,6 +82,40 @@ def test_extrapolation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert row[1::2] == [f"{value:,.2f}" for value in values[1::2]]
     assert main(command(folder, *options, "--out", str(folder / "evaluation"))) == 0
     assert lines(folder) == found
+
+
+def test_curves_of_all_models_come_into_one_figure_a_suite(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Curve] = {}
+
+    def draw(curve: Curve) -> Figure:
+        drawn[curve.title] = curve
+        return curve_figure(curve)
+
+    monkeypatch.setattr(figures, "curve_figure", draw)
+    plain = small.save(folder.parent / "plain", "none")
+    quick = "--extrapolation.times 1 2 --latency.prompts 4 --latency.outputs 1 3 --latency.rounds 2"
+    options = ["--suite", "extrapolation,latency", *quick.split(), "--latency.max-seconds", "0"]
+    out = folder.parent / "out"
+    both = command(folder, *options, "--out", str(out))
+    both.insert(2, str(plain))
+    assert main(both) == 0
+    for name in ("extrapolation", "latency"):
+        assert (out / f"{name}.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+    lengths = drawn["Perplexity against length"]
+    names, kinds = [describe(str(folder)), "plain"], ["full", "window", "pinned"]
+    assert [line.name for line in lengths.series] == [f"{name}, {kind}" for name in names for kind in kinds]
+    text = (out / "plain" / "results.jsonl").read_text(encoding="utf-8")
+    found = [value["value"] for value in map(json.loads, text.splitlines()) if value["name"] == "perplexity"]
+    assert [y for line in lengths.series[3:] for y in line.y] == found
+    assert [list(line.x) for line in lengths.series] == [[16, 32]] * 6
+    assert lengths.marks == [(16, "training length")]
+
+    ratios = drawn["Latency of generation, as a ratio to the baseline"].series
+    assert [line.name for line in ratios[:2]] == [f"{names[0]}, {kind}, prompt 4" for kind in ("SM-I", "SM")]
+    assert all(line.low is not None and list(line.x) == [1, 3] for line in ratios)
 
 
 def test_a_method_that_a_model_cannot_do_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
