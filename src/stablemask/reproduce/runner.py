@@ -5,11 +5,13 @@ the next one goes on with what is missing.
 """
 
 import fnmatch
+import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from stablemask.reproduce.cells import Job, updates, work
@@ -47,9 +49,12 @@ def select(
     Args:
         study: The models.
         patterns: As file names: "small/rope/*".
-        seeds: How many seeds of each group; by default what the study says.
-        first_seed: The first of them.
+        seeds: Seeds 0 … seeds − 1 of each group; by default as many as the study says.
+        first_seed: Those before it are left out.
     """
+    for name, value, least in (("seeds", seeds, 1), ("first_seed", first_seed, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}; allowed: from {least} on")
     found = study.entries()
     for pattern in patterns:
         if not any(fnmatch.fnmatch(e.group, pattern) for e in found):
@@ -129,6 +134,15 @@ _reports: "Queue[tuple[Entry, float]] | None" = None
 def _begin(reports: "Queue[tuple[Entry, float]]") -> None:
     global _reports  # noqa: PLW0603 - how a process of a pool is given a queue
     _reports = reports
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A run that is killed leaves no process behind that goes on working and then waits for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work_there(job: Job, entry: Entry) -> None:
@@ -165,7 +179,7 @@ def _in_processes(
             in_time = seconds is None or time.monotonic() - watch.began < seconds
     finally:
         _end(pool, at_once=bool(open_ones))
-    return [e for future, e in futures.items() if future in open_ones or future.exception() is not None]
+    return missing(job, entries)
 
 
 def _end(pool: ProcessPoolExecutor, *, at_once: bool) -> None:
