@@ -119,7 +119,8 @@ def pseudo_mass_figure(
     columns = min(layers, 4)
     rows = math.ceil(layers / columns)
     with _style(palette):
-        size = (max(2.6 * columns, 4.6) + 1.0, max(1.0, 0.17 * heads + 0.5) * rows + 0.8)
+        height = max(1.0, 0.17 * heads + 0.5) * rows + 0.8
+        size = (max(2.6 * columns, 4.6) + 1.0, max(height, 2.6))  # the labels of the bar need as much
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
         for place, axes in enumerate(grid.flat):
