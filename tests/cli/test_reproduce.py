@@ -175,6 +175,7 @@ def test_the_full_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50,000" in printed
     assert f"stablemask train {ROOT}/recipes/ablation-learnable-token.toml" in printed
     assert "nothing to run" in printed
+    assert "RECIPE" not in printed
 
 
 @pytest.mark.parametrize(

@@ -181,12 +181,21 @@ def test_downstream_tasks(trained: cells.Job, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(harness, "run_downstream", run)
     questions = trained.results.parent / "questions"
+    questions.mkdir()
+    for task in harness.TASKS:
+        (questions / f"{task}.jsonl").touch()
     entry = Entry("downstream/small/rope/stablemask", 0)
     found = measured(replace(trained, downstream=questions), entry)
     assert set(found["values"]) == set(extras.METRICS["downstream"])
     assert extras.DOWNSTREAM_TASKS == harness.TASKS
     assert {(remedy, o["data"], o["limit"]) for remedy, _, o in asked} == {("stablemask", questions, 500)}
-    assert found["settings"]["limit"] == 500
+    assert (found["settings"]["limit"], found["left out"]) == (500, [])
+    (questions / "winogrande.jsonl").unlink()
+    found = measured(replace(trained, downstream=questions), entry)
+    assert found["left out"] == ["winogrande"]
+    assert "winogrande/acc" not in found["values"]
+    with pytest.raises(ValueError, match=r"^downstream: got .*nowhere'; allowed: a folder with questions"):
+        measured(replace(trained, downstream=questions / "nowhere"), entry)
 
 
 def test_latency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

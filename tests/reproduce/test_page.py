@@ -103,10 +103,10 @@ def test_an_item_has_the_papers_words_the_numbers_and_the_verdict(text: str) -> 
     assert "perplexities are not comparable" in part
     (claim,) = (line for line in part.splitlines() if line.startswith("| rope-small |"))
     cells = [cell.strip() for cell in claim.split("|")[1:-1]]
-    assert float(cells[2].split()[0].replace("−", "-")) == pytest.approx(-0.02, abs=0.002)
-    assert "(−2.0 %)" in cells[2] or "(−2.1 %)" in cells[2]
-    assert all(" to " in cell for cell in cells[3:5]), "an interval from seeds, and one from documents"
-    assert cells[5:] == ["5 of 5", "−0.005", "holds"]
+    assert float(cells[3].split()[0].replace("−", "-")) == pytest.approx(-0.02, abs=0.002)
+    assert "(−2.0 %)" in cells[3] or "(−2.1 %)" in cells[3]
+    assert all(" to " in cell for cell in cells[4:6]), "an interval from seeds, and one from documents"
+    assert (cells[1], cells[6:]) == ("holds", ["−0.005", "5 of 5"])
     (row,) = (line for line in part.splitlines() if line.startswith("| OpenLLaMA, RoPE, 71M |"))
     assert re.fullmatch(r"\| OpenLLaMA, RoPE, 71M \| 27\.4 ± 0\.2 \| \d\d\.\d\d ± \d\.\d\d \| 5 \|", row)
     assert "stablemask reproduce table-1 --profile paper" in part
@@ -117,15 +117,15 @@ def test_what_is_missing_is_said(text: str) -> None:
     (row,) = (line for line in part.splitlines() if line.startswith("| BLOOM-SM, ALiBi, 71M |"))
     assert row == "| BLOOM-SM, ALiBi, 71M | 29.0 ± 0.1 | not measured | 0 |"
     (claim,) = (line for line in part.splitlines() if line.startswith("| alibi-small |"))
-    assert claim.endswith(
-        "| – | – | – | 0 of 3 | −0.005 | not measured: no cell of small/alibi/stablemask, small/alibi/none |"
-    )
+    missing = "small/alibi/stablemask, small/alibi/none"
+    assert claim.startswith(f"| alibi-small | not measured: no cell of {missing} |")
+    assert claim.endswith("| – | – | – | −0.005 | 0 of 3 |")
 
 
 def test_positions(text: str) -> None:
     part = section(text, "table-4")
     assert "| RoPE + StableMask | measured | 99.1 ± 0.1 | 99.0 ± 0.0 | 99.0 ± 0.0 | 3 |" in part
-    verdicts = dict(re.findall(r"^\| (position-\S+-rope) .*\| (.*?) \|$", part, re.MULTILINE))
+    verdicts = dict(re.findall(r"^\| (position-\S+-rope) \| (.*?) \|", part, re.MULTILINE))
     assert verdicts == dict.fromkeys(verdicts, "holds")
     assert len(verdicts) == 6
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_commands_are_commands() -> None:
             program, command, *_ = line.split()
             assert program == "stablemask"
             assert command in COMMANDS
+
+
+def test_commands_for_each_recipe() -> None:
+    lines = ITEMS["table-1"].full_commands()
+    recipes = ITEMS["table-1"].all_recipes()
+    assert [re.findall(r"runs/(\S+)/model", line) for line in lines] == [[name] for name in recipes]
+    assert [("minipile" in line.rpartition("--text")[2]) for line in lines] == [False] * 8 + [True] * 8
+    assert ITEMS["theorem-4.1"].full_commands() == ["stablemask theory"]
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ class Subjects(NamedTuple):
 
 
 def parse(arguments: Sequence[str], program: str) -> Call:
-    """The options; of absolute paths the command keeps the last part."""
+    """The options; of paths that lead elsewhere the command keeps the last part."""
     options = tyro.cli(Options, prog=program, args=arguments)
-    short = (Path(text).name if Path(text).is_absolute() else text for text in arguments)
+    short = (Path(text).name if text.startswith(("/", "../")) else text for text in arguments)
     return Call(options, shlex.join([*program.split(), *short]))
 
 

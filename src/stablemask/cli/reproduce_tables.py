@@ -24,7 +24,7 @@ _STYLES = {
     "undecided at this scale": "yellow",
     "not measured": "dim",
 }
-_CLAIM_COLUMNS = ("in words", "difference", "from seeds", "from documents", "seeds", "verdict")
+_CLAIM_COLUMNS = ("verdict", "in words", "difference", "from seeds", "from documents", "seeds")
 
 
 def print_index(console: Console, items: Sequence[Item], judged: Sequence[Judged], found: Found) -> None:
@@ -52,7 +52,8 @@ def print_item(console: Console, item: Item, judged: Sequence[Judged], found: Fo
     kept = [grid.columns.index(name) for name in _CLAIM_COLUMNS]
     claims = _table(grid.title, _CLAIM_COLUMNS)
     for each, row in zip(own, grid.rows, strict=True):
-        claims.add_row(*(escape(row[i]) for i in kept[:-1]), f"[{_STYLES[each.verdict]}]{row[kept[-1]]}[/]")
+        said, *others = (escape(row[i]) for i in kept)
+        claims.add_row(f"[{_STYLES[each.verdict]}]{said}[/]", *others)
     console.print(claims)
 
 
@@ -86,7 +87,7 @@ def print_recipes(console: Console, items: Sequence[Item], folder: Path) -> int:
     for item in items:
         console.print(f"\n[bold]{item.id}[/bold]  {escape(item.place)}: {escape(item.title)}", soft_wrap=True)
         training = [f"stablemask train {folder / name}.toml" for name in item.all_recipes()]
-        for line in [*training, *item.commands] or ["nothing to run"]:
+        for line in [*training, *item.full_commands()] or ["nothing to run"]:
             console.print(f"  {line}", markup=False, soft_wrap=True)
     return 0
 

@@ -156,14 +156,30 @@ def _heads(model: StableMaskForCausalLM, corpus: Corpus) -> Content:
 def _downstream(job: "Job", model: StableMaskForCausalLM, corpus: Corpus, on_share: "OnShare") -> Content:
     from stablemask.evaluation import harness  # noqa: PLC0415 - importing lm-eval takes seconds, and few have it
 
+    tasks = [task for task in harness.TASKS if _has_questions(job, task)]
+    if not tasks:
+        raise ValueError(
+            f"downstream: got {str(job.downstream)!r}; allowed: a folder with questions of a task"
+        )
     values: dict[str, float] = {}
-    for number, task in enumerate(harness.TASKS, 1):
+    for number, task in enumerate(tasks, 1):
         found = harness.run_downstream(
             model, corpus.tokenizer, tasks=[task], data=job.downstream, limit=extras.DOWNSTREAM_LIMIT
         )
         values |= {name: value for name, value in found if name in extras.METRICS["downstream"]}
-        on_share(_TRAINING + (1 - _TRAINING) * number / len(harness.TASKS))
-    return {"values": values}
+        on_share(_TRAINING + (1 - _TRAINING) * number / len(tasks))
+    return {"values": values, "left out": [task for task in harness.TASKS if task not in tasks]}
+
+
+def _has_questions(job: "Job", task: str) -> bool:
+    """A folder need not have all tasks; those that it lacks are not measured, and the page says so."""
+    from stablemask.evaluation import harness  # noqa: PLC0415 - as above
+
+    try:
+        harness.find_files([task], job.downstream)
+    except ValueError:
+        return False
+    return True
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

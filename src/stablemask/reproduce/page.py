@@ -117,7 +117,9 @@ def _item(item: Item, judged: Sequence[Judged], found: Found, drawn: Sequence[Pi
     recipes = item.all_recipes()
     if recipes:
         lines.append(f"stablemask reproduce {item.id} --profile paper   # {len(recipes)} recipes, for GPUs")
-    yield "```bash\n" + "\n".join([*lines, *item.commands]) + "\n```"
+    yield (
+        "```bash\n" + "\n".join([*lines, *(line for line in item.commands if "RECIPE" not in line)]) + "\n```"
+    )
 
 
 def _provenance(found: Found) -> Iterator[str]:

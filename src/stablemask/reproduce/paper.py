@@ -80,7 +80,7 @@ class Item:
         paper: What the paper says.
         repeats: How the study repeats it.
         recipes: What repeats it in full, beside the recipes of its rows.
-        commands: Likewise.
+        commands: Likewise; RECIPE stands for every recipe whose name begins with what is before it.
         groups: What its figure needs, beside the groups of its rows.
         tables: Its numbers.
     """
@@ -99,6 +99,16 @@ class Item:
         """Those of the item and of its rows, once."""
         own = [row.group for table in self.tables for row in table.rows if row.group is not None]
         return list(dict.fromkeys([*self.groups, *own]))
+
+    def full_commands(self) -> list[str]:
+        """One for each recipe that RECIPE stands for."""
+        lines = []
+        for command in self.commands:
+            before, found, _ = command.partition("RECIPE")
+            prefix = before.rpartition("/")[2]
+            names = [name for name in self.all_recipes() if name.startswith(prefix)] if found else [""]
+            lines += [command.replace(f"{prefix}RECIPE", name) for name in names]
+        return lines
 
     def all_recipes(self) -> list[str]:
         """Those of the item and of its rows and columns, once."""

@@ -35,9 +35,9 @@ def claims_grid(judged: Sequence[Judged]) -> Grid:
     rows = []
     for each in judged:
         seeds = f"{len(each.seeds)} of {each.claim.seeds}"
-        rows.append((each.claim.id, each.claim.says, *_effect(each), seeds, _needed(each), verdict(each)))
-    columns = ("claim", "in words", "difference", "from seeds", "from documents", "seeds", "counts from")
-    return Grid("Claims", (*columns, "verdict"), tuple(rows))
+        rows.append((each.claim.id, verdict(each), each.claim.says, *_effect(each), _needed(each), seeds))
+    columns = ("claim", "verdict", "in words", "difference", "from seeds", "from documents", "counts from")
+    return Grid("Claims", (*columns, "seeds"), tuple(rows))
 
 
 def verdict(judged: Judged) -> str:
