@@ -134,6 +134,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(
     with pytest.raises(OSError, match=r"Operation not permitted: .*checkpoint-5") as caught:
         train(recipe, tmp_path, progress=False)
     assert "checkpoint-15 is whole; the same command goes on from there" in str(caught.value)
+    assert checkpoints.newest_whole(tmp_path) == (tmp_path / "checkpoint-15", {})
     monkeypatch.setattr(checkpoints, "remove", honest)
     train(recipe, tmp_path, progress=False)
     assert small.different(small.outcome(tmp_path), outcome) == []
