@@ -305,6 +305,19 @@ def test_one_model_alone_and_a_text_that_is_cut(browser: Chromium, tmp_path: Pat
     assert agrees(shown(browser, FIRST), long)
 
 
+def test_without_scripts_there_are_tables_and_figures(browser: Chromium, pair: Path) -> None:
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.send("Page.navigate", url=pair.as_uri())
+        browser.wait("document.readyState === 'complete'")
+        assert "scripts are switched off" in browser.text("body")
+        assert browser.texts("tbody tr") == ["b\t10.5", "c\t–", "a\t−0.25", "d\t9"]
+        images = browser.ask("[...document.querySelectorAll('.picture img')].map((e) => e.offsetWidth > 0)")
+        assert images == [True, False]
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
 def test_make_looks_for_the_same_browsers() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     found = re.search(r"^BROWSERS := (.*)$", makefile, re.MULTILINE)
