@@ -218,7 +218,7 @@ def _power(gamma: float, exponent: float) -> float:
 def _finite_decay(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"gamma: got {value!r}; allowed are finite numbers ≥ 0, or a sequence of them")
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < math.inf:  # isfinite of a symbolic number breaks a graph
         raise ValueError(f"gamma: got {value!r}; allowed are finite numbers ≥ 0")
     return float(value)
 
