@@ -105,6 +105,7 @@ def test_a_model_is_trained_before_its_heads_are_drawn(
 ) -> None:
     monkeypatch.setattr("stablemask.reproduce.extras.HEADS_TOKENS", 12)
     assert place.run("figure-f") == 0
+    assert "Writing" not in capsys.readouterr().err, "no bar but ours"
     assert "All heads" in place.page.read_text(encoding="utf-8")
     names = [name.rpartition("-")[0] for name in place.cells()]
     assert names == ["heads-small-rope-stablemask-0", "small-rope-stablemask-0"]

@@ -142,7 +142,7 @@ def _work(console: Console, call: Call, subjects: Subjects) -> int:
         print_plan(console, job, todo, options.jobs)
         return 0
     rest = _measure(console, options, job, todo)
-    wanted = job.conditions if corpus is not None else _wanted(options)
+    wanted = Wanted() if corpus is None else job.conditions
     code = _report(console, options, subjects, gather(options.results, study, wanted))
     if rest:
         console.print(f"Missing: {', '.join(f'{e.group} {e.seed}' for e in rest)}", style="yellow")

@@ -30,7 +30,7 @@ from stablemask.measuring import environment, threads
 from stablemask.model import StableMaskForCausalLM
 from stablemask.reproduce import extra_values, extras, measurements
 from stablemask.reproduce.corpus import Corpus, open_corpus
-from stablemask.reproduce.loop import make_model, train
+from stablemask.reproduce.loop import make_model, save_model, train
 from stablemask.reproduce.study import POSITION_TASKS, Entry, Study
 from stablemask.training.recipe import Precision, Recipe
 
@@ -213,7 +213,7 @@ def _pretraining(job: Job, entry: Entry, on_share: OnShare) -> Document:
 
     losses = train(model, recipe, blocks, on_update=on_update)
     if job.weights is not None and entry.seed == 0:
-        model.save_pretrained(extras.weights_of(job.weights, entry))
+        save_model(model, extras.weights_of(job.weights, entry))
     return _measured(model, recipe, corpus, values, losses)
 
 

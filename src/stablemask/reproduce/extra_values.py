@@ -54,7 +54,7 @@ def trained(job: "Job", entry: Entry, corpus: Corpus, on_share: "OnShare") -> St
     folder = extras.weights_of(job.weights, seen)
     if not (folder / "config.json").exists():
         model = _train(job, seen, corpus, on_share)
-        model.save_pretrained(folder)
+        loop.save_model(model, folder)
         return model
     opened = open_model(str(folder), device=job.conditions.device, dtype="float32")
     assert isinstance(opened, StableMaskForCausalLM)

@@ -8,10 +8,12 @@ these small models takes a few milliseconds.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from stablemask.data import Blocks
 from stablemask.model import StableMaskForCausalLM
@@ -73,6 +75,17 @@ def train(
             on_update(done + 1)
     nn.Module.eval(model)
     return [float(part.mean()) for part in losses.chunk(min(10, updates))]
+
+
+def save_model(model: StableMaskForCausalLM, folder: Path) -> None:
+    """Write a trained model, without a bar of its own into that of the run."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
