@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
+from transformers.utils import logging as hf_logging
 
 from stablemask.analysis.inspection import Inspection, inspect_model
 from stablemask.analysis.metrics import SINK_THRESHOLD
@@ -68,6 +69,7 @@ class Options:
 
 def run(options: Options) -> int:
     """Print the table and write the page. 2: wrong options, or a process failed; 130: interrupted."""
+    hf_logging.disable_progress_bar()  # its bars for files would stand in the middle of ours
     console = make_console()
     console.print(_LEAD)
     console.print(environment_line(), style="dim")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
+from transformers.utils import logging as hf_logging
 
 from stablemask.data import DataConfig
 from stablemask.evaluation.cells import Cell, Results
@@ -139,6 +140,7 @@ def _grow(remedy: Remedy, folder: Path, plan: Plan, news: Any) -> None:
     """The process of one model."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends this process
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    hf_logging.disable_progress_bar()
     torch.set_num_threads(max(1, torch.get_num_threads() // len(PAIR)))
     try:
         news.put(("done", remedy, dict(_measure(remedy, folder, plan, news))))
@@ -231,7 +233,8 @@ def once(
     values = results.find(cell)
     if values is None:
         begin = time.perf_counter()
-        results.save(cell, measure(), time.perf_counter() - begin)
+        measured = list(measure())
+        results.save(cell, measured, time.perf_counter() - begin)
         values = results.find(cell)
         assert values is not None
     yield from values.items()
