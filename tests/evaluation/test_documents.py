@@ -34,6 +34,15 @@ def test_bytes_of_what_is_predicted() -> None:
         tokenize(["a"], small.tokenizer(end=False))
 
 
+def test_text_that_spells_a_special_token_is_text() -> None:
+    tokenizer = small.tokenizer()
+    end = tokenizer.eos_token
+    (document,) = tokenize([f"a{end}b"], tokenizer)
+    assert len(document.tokens) - 1 == document.num_bytes == len(f"a{end}b")
+    assert document.tokens.tolist().count(tokenizer.eos_token_id) == 1, "the one in front"
+    assert tokenizer(end)["input_ids"] == [tokenizer.eos_token_id], "the tokenizer is as it was"
+
+
 def test_cut_and_digest() -> None:
     documents = small.documents(10, 20, 30)
     assert [len(d.tokens) - 1 for d in cut(documents, 35)] == [10, 20]

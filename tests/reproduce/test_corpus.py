@@ -81,6 +81,15 @@ def test_every_token_of_valid_has_its_class(tmp_path: Path, source: Source) -> N
         assert CLASSES[classes[0]] == "others", "what stands for the beginning"
 
 
+def test_text_that_spells_the_end_of_text_is_text(tmp_path: Path, source: Source) -> None:
+    path = tmp_path / "valid.jsonl"
+    path.write_text(json.dumps({"text": "The mask<|endoftext|>, 12"}) + "\n", encoding="utf-8")
+    corpus = prepared(tmp_path, source)
+    (document,), (classes,) = corpus.documents["valid"], corpus.classes
+    assert len(document.tokens) - 1 == document.num_bytes
+    assert document.tokens.shape == classes.shape
+
+
 def test_sets_that_nobody_gave_are_empty_and_valid_is_held_out(tmp_path: Path, source: Source) -> None:
     corpus = prepared(tmp_path, Source(data=source.data, tokenizer="bytes"))
     assert corpus.documents["other"] == corpus.documents["long"] == []

@@ -81,3 +81,10 @@ def test_overrides_from_the_command_line_change_what_they_name(name: str) -> Non
     expected["data"]["tokenizer"] = "bpe:300"
     assert asdict(job.recipe) == expected
     assert job.out == Path("there")
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes('name = "é"\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: .*can't decode byte"):
+        load_recipe(path)

@@ -48,13 +48,17 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[D
 
     The tokenizer's token for the beginning of a text, or else for its end, comes first, so that every token
     of the text is predicted. Where it has neither, the first token of the text is context only, and its bytes
-    do not count.
+    do not count. Text that spells a special token is text, as in training.
     """
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     documents = []
     for text in texts:
         encoded = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=first is None, verbose=False
+            text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_offsets_mapping=first is None,
+            verbose=False,
         )
         ids, predicted = encoded["input_ids"], text
         if first is not None:

@@ -189,7 +189,9 @@ def _save_documents(path: Path, texts: Sequence[str], tokenizer: PreTrainedToken
 
 def _classes(text: str, tokenizer: PreTrainedTokenizerFast) -> Annotated[Tensor, "n"]:
     """Of the tokens of ``tokenize``: a first one that stands for the beginning, then those of the text."""
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = tokenizer(
+        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+    )
     first = [] if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None else [(0, 0)]
     return classify(text, [*first, *offsets["offset_mapping"]])
 

@@ -13,7 +13,7 @@ def read_tables(path: Path, alternatives: Alternatives, inside: tuple[Path, ...]
     """The tables of a file over those of the files that it ``extends``."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     inside = (*inside, path.resolve())
     extends = tables.pop("extends", [])
