@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stablemask.data import Blocks, prepare
-from stablemask.training.sequences import NOT_PREDICTED, Sequences, collate
+from stablemask.data.blocks import NOT_PREDICTED
+from stablemask.training.sequences import Sequences, collate
 from tests.training import small
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from stablemask.data.cache import sync
+
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
 _CHUNK = 2**22
@@ -131,15 +133,6 @@ def flush(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Let a rename inside the folder survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checksum(path: Path) -> str:

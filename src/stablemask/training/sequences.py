@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from stablemask.data import Blocks
-
-NOT_PREDICTED = -100
+from stablemask.data.blocks import NOT_PREDICTED
 
 Batch = dict[str, Annotated[Tensor, "B T"]]
 

@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from stablemask.data import Blocks
+from stablemask.data.blocks import NOT_PREDICTED
 from stablemask.model import StableMaskForCausalLM
 from stablemask.training import checkpoints
 from stablemask.training.recipe import TrainConfig
-from stablemask.training.sequences import NOT_PREDICTED, Sequences, collate
+from stablemask.training.sequences import Sequences, collate
 
 METRICS = "metrics.jsonl"
 
