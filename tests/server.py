@@ -26,4 +26,4 @@ def started(folder: Path, *options: str) -> Iterator[str]:
         yield line.split(" at ")[1].split(",")[0]
         assert process.poll() is None, "the server died"
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
