@@ -150,6 +150,9 @@ def test_a_run(
     assert capsys.readouterr().out == first
     assert main([*arguments, "--train.seed", "1"]) == 2
     assert "which holds another run (train.seed: 0 → 1)" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "", "one of several processes says it"
 
 
 @pytest.mark.parametrize(

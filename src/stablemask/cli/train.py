@@ -1,5 +1,6 @@
 """``stablemask train RECIPE``: a run of a recipe, or what it would take."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -84,6 +85,8 @@ def run(job: Job) -> int:
     except KeyboardInterrupt:
         print("stablemask train: interrupted; the same command goes on", file=sys.stderr)
         return 130
+    if os.environ.get("RANK", "0") != "0":  # of several processes one says it
+        return 0
     print(
         f"{summary.model}: validation perplexity {summary.perplexity:.4f} after {summary.steps:,} updates, "
         f"{summary.tokens:,} tokens, {summary.seconds:,.0f} s"
