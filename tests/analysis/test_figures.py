@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from stablemask import PseudoScores
 from stablemask.analysis import figures
 from stablemask.analysis.palette import PALETTES, Theme
-from stablemask.analysis.views import Curve, Series, Table, sink_curve
+from stablemask.analysis.views import Curve, Interval, Series, Table, sink_curve
 from tests.analysis.views import make_view
 
 DOCS = Path(__file__).parents[2] / "docs" / "figures"
@@ -35,12 +35,19 @@ TABLE = Table(
     "Position", ["encoding", "mapping"], [["RoPE", 1.5], ["RoPE + StableMask", 100.0], ["none", None]]
 )
 
+INTERVALS = [
+    Interval("ahead", -0.02, (-0.03, -0.01), (-0.025, -0.015)),
+    Interval("by seeds alone", 0.01, (-0.01, 0.03), (math.nan, math.nan)),
+]
+
 
 def every_figure(theme: Theme) -> dict[str, Callable[[], Figure]]:
     with_it, without = make_view(), make_view("plain", sink=False)
     scores = PseudoScores(0.5, horizon=5, headwise=False)
     return {
         "heads": lambda: figures.heads_figure([without, with_it], [(0, 1), (2, 0)], theme=theme),
+        "all heads": lambda: figures.all_heads_figure(with_it, theme=theme),
+        "intervals": lambda: figures.interval_figure("Claims", "nats", INTERVALS, mark=-0.005, theme=theme),
         "pseudo mass": lambda: figures.pseudo_mass_figure(with_it.pseudo_mass, theme=theme),
         "construction": lambda: figures.construction_figure(scores, torch.eye(5), theme=theme),
         "sinks": lambda: figures.curve_figure(sink_curve([without, with_it]), theme=theme),
@@ -158,3 +165,26 @@ def test_the_pictures_of_the_documentation_are_current(tmp_path: Path) -> None:
     runpy.run_path(str(DOCS / "make.py"))["main"](tmp_path)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert made == {path.name: path.read_bytes() for path in DOCS.glob("*.svg")}, "run `make figures`"
+
+
+def test_all_heads_are_drawn_with_their_maps() -> None:
+    view = make_view()
+    axes = figures.all_heads_figure(view).axes
+    titles = {place.get_title(loc="left"): place for place in axes if place.get_title(loc="left")}
+    assert list(titles) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
+    for title, place in titles.items():
+        layer, head = map(int, title.split("."))
+        shown = torch.as_tensor(place.images[0].get_array())
+        torch.testing.assert_close(shown, view.attention(layer, head))
+
+
+def test_intervals_are_drawn_where_they_are() -> None:
+    (axes,) = figures.interval_figure("Claims", "nats", INTERVALS, mark=-0.005).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ahead", "by seeds alone"]
+    spans = [tuple(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2]
+    assert spans == [(-0.03, -0.01), (-0.025, -0.015), (-0.01, 0.03), (0, 0), (-0.005, -0.005)]
+    dots = [tuple(float(x) for x in line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [(-0.02,), (0.01,)]
+    assert axes.yaxis_inverted(), "the first one is on top"
+    with pytest.raises(ValueError, match="intervals"):
+        figures.interval_figure("Claims", "nats", [])
