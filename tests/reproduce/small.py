@@ -62,6 +62,15 @@ groups = ["small/alibi/none"]
 seeds = 1
 """
 
+# An arm that needs more text than there is, and one that takes its time; no run of the study has them.
+ARMS = """
+[arms.broken.train]
+length = 1_000_000
+
+[arms.long.train]
+steps = {long}
+"""
+
 
 def text(seed: int, words: int) -> str:
     chance = random.Random(seed)  # noqa: S311 - words, not secrets

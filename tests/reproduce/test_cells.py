@@ -198,6 +198,16 @@ def test_a_cell_computes_in_one_thread_and_gives_the_others_back(
         assert (found, torch.get_num_threads()) == ([1], 2)
 
 
+def test_the_digest_of_the_source_is_of_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files may be edited while a model is trained."""
+    source = ["before"]
+    monkeypatch.setattr(cells, "source_digest", lambda: source[0])
+    monkeypatch.setattr(cells, "_pretraining", lambda *_: source.insert(0, "after") or {})
+    assert json.loads(work(job_of(tmp_path), ENTRY).read_text(encoding="utf-8"))["source"] == "before"
+
+
 def test_weights_are_kept_only_where_somebody_asked(tmp_path: Path, without_measurements: None) -> None:
     work(replace(job_of(tmp_path), weights=None), ENTRY)
     assert {path.name for path in tmp_path.iterdir()} == {"study.toml", "results"}

@@ -20,19 +20,11 @@ NONE, STABLE, ALIBI = "small/rope/none", "small/rope/stablemask", "small/alibi/n
 QUICK, OTHER = Entry(NONE, 0), Entry(STABLE, 0)
 BROKEN, LONG = Entry("small/rope/broken", 0), Entry("small/rope/long", 0)
 
-ARMS = """
-[arms.broken.train]
-length = 1_000_000
-
-[arms.long.train]
-steps = 20_000
-"""
-
 
 def job_of(folder: Path) -> Job:
     """A study with an arm that needs more text than there is, and one that takes a minute."""
     given, path = small.job(folder), folder / "study.toml"
-    path.write_text(small.STUDY + ARMS, encoding="utf-8")
+    path.write_text(small.STUDY + small.ARMS.format(long=20_000), encoding="utf-8")
     return replace(given, study=load_study(path))
 
 

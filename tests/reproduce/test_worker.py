@@ -14,14 +14,6 @@ from tests.reproduce import small
 
 NONE, STABLE = "small/rope/none", "small/rope/stablemask"
 
-ARMS = """
-[arms.broken.train]
-length = 1_000_000
-
-[arms.long.train]
-steps = 2_000
-"""
-
 RUNS = """
 [[run]]
 groups = ["small/rope/{}"]
@@ -31,7 +23,7 @@ seeds = 1
 
 def options(folder: Path, *more: str, runs: str = "", jobs: int = 1) -> list[str]:
     path = folder / "study.toml"
-    path.write_text(small.STUDY + ARMS + runs, encoding="utf-8")
+    path.write_text(small.STUDY + small.ARMS.format(long=2_000) + runs, encoding="utf-8")
     places = (
         "--corpus",
         str(small.corpus_folder()),

@@ -132,7 +132,7 @@ def work(job: Job, entry: Entry, on_share: OnShare = lambda _: None) -> Path:
         entry: Which model.
         on_share: Called now and then with the share of the work that is done.
     """
-    began = time.perf_counter()
+    began, source = time.perf_counter(), source_digest()
     cell = cell_of(job.study, entry, job.conditions)
     with threads(1):
         if is_position(entry):
@@ -146,7 +146,7 @@ def work(job: Job, entry: Entry, on_share: OnShare = lambda _: None) -> Path:
         "settings": dict(cell.settings),
         **found,
         "version": stablemask.__version__,
-        "source": source_digest(),
+        "source": source,
         "command": job.command,
         "seconds": round(time.perf_counter() - began, 1),
         "environment": {**environment(), "transformers": transformers.__version__},
