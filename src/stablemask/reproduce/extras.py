@@ -65,7 +65,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "theory": theory.METRICS,
     "latency": ("ratio/SM-I", "ratio/SM", "ratio/A/A", "seconds/baseline"),
     "heads": ("first", "pseudo"),
-    "downstream": tuple(f"{task}/{name}" for task in DOWNSTREAM_TASKS for name in ("acc", "acc_stderr")),
+    "downstream": tuple(f"{task}/acc" for task in DOWNSTREAM_TASKS),
 }
 """What the cells of each kind have; a ratio has its interval as well."""
 COSTS: Mapping[str, float] = {
