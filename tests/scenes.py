@@ -1,6 +1,6 @@
 """Scenes of processes that are killed: one interpreter imports everything and forks, as often as it likes.
 
-A module of scenes is run by a test, ``python -m tests.…processes FOLDER SCENE``, before anything in it has
+A module of scenes is run by a test, ``python -m tests.…processes FOLDER SCENE …``, before anything in it has
 started a thread; what a scene returns is what the test gets.
 """
 
@@ -21,10 +21,10 @@ _TOUCHING_DISK = ("open", "os.rename", "os.truncate", "os.mkdir", "os.remove", "
 Scene = Callable[[Path], Mapping[str, object]]
 
 
-def play(module: str, scene: str, folder: Path) -> dict[str, Any]:
-    """What a scene returns, played by a new interpreter."""
+def play(module: str, folder: Path, *names: str) -> dict[str, Any]:
+    """What scenes return, by their names, all played by one new interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder), scene],
+        [sys.executable, "-m", module, str(folder), *names],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,12 +37,17 @@ def play(module: str, scene: str, folder: Path) -> dict[str, Any]:
 
 
 def main(*scenes: Scene) -> None:
-    """Play the scene that the command line names."""
+    """Play the scenes that the command line names, each in a folder of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # a child that collects garbage would copy all pages of its parent
-    folder, name = sys.argv[1:]
-    (scene,) = (scene for scene in scenes if getattr(scene, "__name__", "") == name)
-    print(json.dumps(scene(Path(folder))))  # noqa: T201 - read by the test
+    folder, *names = sys.argv[1:]
+    found = {}
+    for name in names:
+        (scene,) = (scene for scene in scenes if getattr(scene, "__name__", "") == name)
+        own = Path(folder) / name
+        own.mkdir()
+        found[name] = scene(own)
+    print(json.dumps(found))  # noqa: T201 - read by the test
     gc.unfreeze()
 
 

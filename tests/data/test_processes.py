@@ -12,24 +12,24 @@ KIB_OF_A_MIB = 2**10
 
 @pytest.mark.slow
 def test_killed_at_every_touch_of_the_disk(tmp_path: Path) -> None:
-    found = scenes.play(PROCESSES, "killed", tmp_path)
+    found = scenes.play(PROCESSES, tmp_path, "killed")["killed"]
     assert found["deaths"] >= 20
     assert found["half-written"] >= 5, "it was killed in the middle of tokenising"
     assert found["same"]
 
 
 def test_of_several_processes_one_does_the_work(tmp_path: Path) -> None:
-    found = scenes.play(PROCESSES, "together", tmp_path)
+    found = scenes.play(PROCESSES, tmp_path, "together")["together"]
     assert found["codes"] == [0] * 4
     assert found["made"] == 3, "each split once"
 
 
 def test_a_full_disk_is_named_and_survived(tmp_path: Path) -> None:
-    found = scenes.play(PROCESSES, "full", tmp_path)
+    found = scenes.play(PROCESSES, tmp_path, "full")["full"]
     failed, again = found["codes"]
     assert failed != 0
     assert again == 0
-    assert str(tmp_path / "cache") in found["message"]
+    assert str(tmp_path / "full" / "cache") in found["message"]
     assert "cannot be written: File too large" in found["message"]
     assert "The same call continues what is begun" in found["message"]
     assert found["same"]
@@ -41,6 +41,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
 
     Less than half of that leaves room for what the allocator keeps from one batch to the next.
     """
-    small, large = scenes.play(PROCESSES, "memory", tmp_path)["rises"]
+    small, large = scenes.play(PROCESSES, tmp_path, "memory")["memory"]["rises"]
     assert small > 0
     assert large - small < 12 * KIB_OF_A_MIB

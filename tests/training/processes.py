@@ -29,7 +29,7 @@ from tests.training import small
 DEATHS = 10
 _UNFINISHED = "a checkpoint not written to its end"
 _TOUCHES = 90  # of the disk by a third of a run
-_LAST_TOUCHES = 40  # what the checkpoint is read and checked with are fewer
+_LAST_TOUCHES = 44  # reading the checkpoint takes fewer
 _CUT_AT = (8_000, 40_000, 90_000)  # bytes: in the tokenizer, the weights and the optimizer's state
 
 

@@ -20,52 +20,46 @@ PARTS = 100  # at least: weights, two moments of each, counters, rates, the curv
 UNFINISHED = "a checkpoint not written to its end"
 
 
-def play(scene: str, folder: Path) -> dict[str, Any]:
-    """A scene whose runs all end like the one that was never killed."""
-    found = scenes.play("tests.training.processes", scene, folder)
-    assert found["parts"] > PARTS
-    assert found["differences"], found
-    assert all(parts == [] for parts in found["differences"]), found
+def play(folder: Path, *names: str) -> dict[str, Any]:
+    """Scenes whose runs all end like the one that was never killed."""
+    found = scenes.play("tests.training.processes", folder, *names)
+    for name in names:
+        assert found[name]["parts"] > PARTS
+        assert found[name]["differences"], found[name]
+        assert all(parts == [] for parts in found[name]["differences"]), found[name]
     return found
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    found = play("killed_at_any_moment", tmp_path)
-    assert len(found["deaths"]) >= 10
+def test_killed_at_any_moment_and_at_any_touch_of_the_disk(tmp_path: Path) -> None:
+    found = play(tmp_path, "killed_at_any_moment", "killed_at_the_disk")
+    for scene in found.values():
+        assert len(scene["deaths"]) >= 10
+    scene = found["killed_at_the_disk"]
+    assert scene["deaths"].count(UNFINISHED) >= 5, scene
 
 
 @pytest.mark.slow
-def test_killed_at_a_touch_of_the_disk(tmp_path: Path) -> None:
-    found = play("killed_at_the_disk", tmp_path)
-    assert len(found["deaths"]) >= 10
-    assert found["deaths"].count(UNFINISHED) >= 5, found
-
-
-@pytest.mark.slow
-def test_killed_while_the_model_is_put_in_its_place(tmp_path: Path) -> None:
-    found = play("killed_at_the_end", tmp_path)
-    assert "a model not written to its end" in found["deaths"]
-    assert False in found["model_there"], "once, between the old one and the new one"
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    found = play("cut_off", tmp_path)
-    assert found["deaths"] == [UNFINISHED] * 3
-    assert {name for left in found["left"] for name in left} >= {"optimizer.pt"}, found
+def test_killed_while_the_model_is_put_in_its_place_and_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    found = play(tmp_path, "killed_at_the_end", "cut_off")
+    scene = found["killed_at_the_end"]
+    assert "a model not written to its end" in scene["deaths"]
+    assert False in scene["model_there"], "once, between the old one and the new one"
+    scene = found["cut_off"]
+    assert scene["deaths"] == [UNFINISHED] * 3
+    assert {name for left in scene["left"] for name in left} >= {"optimizer.pt"}, scene
 
 
 @pytest.mark.slow
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    found = play("read_only", tmp_path)
-    for name, message in zip(("empty", "begun"), found["messages"], strict=True):
-        assert str(tmp_path / name) in message
+    scene = play(tmp_path, "read_only")["read_only"]
+    for name, message in zip(("empty", "begun"), scene["messages"], strict=True):
+        assert str(tmp_path / "read_only" / name) in message
         assert "cannot be written: [Errno 13] Permission denied" in message
         assert "allowed: a folder that this user may write, with enough space (" in message
         assert "Traceback" not in message
-    assert "There is no checkpoint yet; the same command begins anew" in found["messages"][0]
-    assert f"checkpoint-{small.STEPS} is whole; the same command goes on from there" in found["messages"][1]
+    assert "There is no checkpoint yet; the same command begins anew" in scene["messages"][0]
+    assert f"checkpoint-{small.STEPS} is whole; the same command goes on from there" in scene["messages"][1]
 
 
 def test_two_runs_are_the_same_and_another_seed_is_another(tmp_path: Path) -> None:
