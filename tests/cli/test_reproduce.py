@@ -88,7 +88,10 @@ def test_the_page_from_cells_alone(place: Place, capsys: pytest.CaptureFixture[s
     assert "headline" in printed
     assert "holds" in printed
     assert main([*whole, "--precision", "bf16"]) == 2
-    assert "results: got no cell of Wanted(device=None, precision='bf16'" in capsys.readouterr().err
+    assert (
+        "results: got no cell with precision 'bf16'; allowed: cpu, fp32, 0123456789abcdef"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_item_that_needs_no_text(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

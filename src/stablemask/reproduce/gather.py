@@ -76,7 +76,9 @@ def _choose(documents: Sequence[Document], study: Study, wanted: Wanted) -> Cond
     if fitting:
         return min(fitting, key=lambda c: (-fitting[c], str(c)))
     if counts:
-        raise ValueError(f"results: got no cell of {wanted}; allowed: {'; '.join(sorted(map(str, counts)))}")
+        got = ", ".join(f"{name} {value!r}" for name, value in vars(wanted).items() if value is not None)
+        allowed = "; ".join(sorted(f"{c.device}, {c.precision}, {c.corpus}" for c in counts))
+        raise ValueError(f"results: got no cell with {got}; allowed: {allowed}")
     return _NOTHING
 
 
