@@ -32,7 +32,7 @@ SHORTENED = [
     *("--plan.decoding.prompts", "4", "--plan.decoding.outputs", "2"),
     *("--plan.decoding.rounds", "2", "--plan.decoding.max-seconds", "0"),
 ]
-_PATIENCE = 60.0
+_PATIENCE = 120.0
 
 
 def prepare(folder: Path) -> None:

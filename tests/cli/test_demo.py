@@ -19,7 +19,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return scenes.play("tests.cli.demos", "demos", tmp_path_factory.mktemp("demos"))
+    return scenes.play("tests.cli.demos", tmp_path_factory.mktemp("demos"), "demos")["demos"]
 
 
 def rows(printed: str) -> dict[str, list[str]]:

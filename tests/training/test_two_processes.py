@@ -15,7 +15,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return scenes.play("tests.training.two_processes", "runs", tmp_path_factory.mktemp("two"))
+    return scenes.play("tests.training.two_processes", tmp_path_factory.mktemp("two"), "runs")["runs"]
 
 
 def apart(a: list[dict[str, float]], b: list[dict[str, float]]) -> float:

@@ -71,6 +71,7 @@ def runs(folder: Path) -> dict[str, object]:
         run_id="test",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
         start_method="fork",
         max_restarts=0,
     )
