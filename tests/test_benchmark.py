@@ -1,17 +1,21 @@
 """The benchmark of the operation: nothing wrong is timed, ratios are true, the table holds every bar."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import attention
 from benchmarks._cases import ENTRIES
 from stablemask import cli, stable_attention
 from stablemask.benchmark import (
     PROCESS_TIME,
+    WALL_TIME,
     Bench,
     Case,
     Result,
@@ -197,3 +201,26 @@ def test_bench_fails_where_a_back_end_is_wrong(
     )
     assert cli.main(["bench", "--length", "19", "--heads", "2", "--backends", "portable"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_run_leaves_json_lines_and_goes_on_from_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.attention.Rule", lambda **_: RULE)
+    monkeypatch.setattr("stablemask.benchmark.matmul_rate", lambda *_, **__: 1e10)
+    options = attention.Options(only="eager/T64/D64/float32/fwd$", output=tmp_path / "lines.jsonl")
+    assert attention.run(options) == 0
+    environment, result = map(json.loads, options.output.read_text(encoding="utf-8").splitlines())
+    assert environment["kind"] == "environment"
+    assert result["case"] == "eager/T64/D64/float32/fwd"
+    assert [timing["clock"] for timing in result["timings"]] == [PROCESS_TIME.name, WALL_TIME.name]
+    table = capsys.readouterr().out
+    assert all(
+        word in table for word in ("A/A", "of mm", "wall, 2 threads", "eager/T64/D64/float32/fwd", "≤ 3")
+    )
+    with pytest.raises(FileExistsError, match="--resume"):
+        attention.run(options)
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured again"))
+    assert attention.run(replace(options, resume=True)) == 0
+    assert attention.run(replace(options, only="[a-c]nothing")) == 2
+    assert "'[a-c]nothing'" in capsys.readouterr().out
