@@ -74,9 +74,8 @@ def killed_at_any_moment(folder: Path) -> dict[str, object]:
 
     def child(run: Path) -> int:
         process = scenes.fork(partial(runs.go, run))
-        longest = (
-            runs.seconds * (4 + len(runs.deaths)) / 12
-        )  # the machine may be busier than at the beginning
+        # Later and later: the machine may have become busier.
+        longest = runs.seconds * (4 + len(runs.deaths)) / 12
         time.sleep(runs.random.uniform(0, longest))
         os.kill(process, signal.SIGKILL)
         return os.waitpid(process, 0)[1]
