@@ -183,10 +183,11 @@ def test_bench_prints_a_line_for_every_back_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stablemask.cli.bench.Rule", lambda **_: RULE)
-    assert cli.main(["bench", "--length", "19", "--heads", "2", "--width", "8"]) == 0
+    asked = ["cpu_flash", "portable", "reference", "flex"]
+    assert cli.main(["bench", "--length", "19", "--heads", "2", "--width", "8", "--backends", *asked]) == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines() if line.startswith("call/")]
-    assert [row[1] for row in rows] == ["cpu_flash", "portable", "reference"]
+    assert [row[1] for row in rows] == asked[:-1]
     assert "flex did not run: flex_attention has no backward on CPU" in text
     assert cli.main(["bench", "--backends", "nonsense"]) == 2
     assert "backends: got nonsense" in capsys.readouterr().out
