@@ -95,7 +95,7 @@ def test_errors_are_one_line(
     [
         (["--train.stepz", "3"], "--train.steps"),
         (["--train.steps", "some"], "Error parsing --train.steps"),
-        (["--train.steps", "0"], "steps: got 0; allowed: above 0"),
+        (["--train.steps", "0"], "steps: got 0; allowed: finite, above 0"),
         (["--train.schedule", "square"], "'linear', 'cosine'"),
         (["--model.size", "2b"], "size: got '2b'; allowed: 71m, 160m, 400m, 1.4b"),
     ],

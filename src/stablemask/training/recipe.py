@@ -181,15 +181,15 @@ class TrainConfig:
         )
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: got {value}; allowed: above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: got {value}; allowed: finite, above 0")
         for name, low in {"length": 2, "keep": 2}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed: at least {low}")
         not_negative = ("beginning_learning_rate", "warmup_steps", "weight_decay", "clipping", "seed")
         for name in not_negative:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}; allowed: 0 or above")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: got {getattr(self, name)}; allowed: finite, 0 or above")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed: from 0 to below 1")
