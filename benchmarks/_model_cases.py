@@ -1,5 +1,6 @@
 """What is measured of whole models: each case once, with its bar."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,7 +16,7 @@ from benchmarks._models import (
     training_step,
     uncached_step,
 )
-from stablemask.benchmark import PROCESS_TIME, Result, Timing
+from stablemask.benchmark import PROCESS_TIME, WALL_TIME, Result, Stopwatch, Timing
 from stablemask.measuring import Rule, attention_flops, compare, matmul_rate, threads
 from stablemask.model import StableMaskConfig
 from stablemask.model.sizes import named_config
@@ -105,19 +106,18 @@ CASES = (
 
 
 class Models:
-    """Measures cases by process time on one thread."""
+    """Measures cases by process time on one thread, and those with a bar by wall time on two as well."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._truth = lru_cache(maxsize=1)(_truth)
-        with threads(PROCESS_TIME.threads):
-            self._rate = matmul_rate(torch.float32, device="cpu", clock=PROCESS_TIME.clock)
+        self._rates = {stopwatch.name: _rate(stopwatch) for stopwatch in (PROCESS_TIME, WALL_TIME)}
 
     def seconds(self, case: Case) -> float:
         """About how long one measurement takes."""
-        call = case.flops / self._rate / _OF_MATMUL
+        call = case.flops / self._rates[PROCESS_TIME.name] / _OF_MATMUL
         baseline = call * (case.length if case.group == "cache" else 1)
-        return 2 * (self.rule.min_rounds + 1) * (call + baseline) + 20 * call
+        return len(_stopwatches(case)) * 2 * (self.rule.min_rounds + 1) * (call + baseline) + 20 * call
 
     def measure(self, case: Case) -> Result:
         """Hold the candidate against the truth, then time it. A wrong candidate is not timed."""
@@ -145,9 +145,29 @@ class Models:
                 baseline = cached_step(make_model("stock", config), tokens)
         if not worst_error <= 1:
             return Result(case.name, case.subject, case.bar, worst_error)
-        found = compare(baseline, candidate, clock=PROCESS_TIME.clock, rule=self.rule)
-        timing = Timing(PROCESS_TIME.name, found, case.flops / found.candidate_seconds / self._rate)
-        return Result(case.name, case.subject, case.bar, worst_error, [timing])
+        timings = [self._time(case, stopwatch, baseline, candidate) for stopwatch in _stopwatches(case)]
+        return Result(case.name, case.subject, case.bar, worst_error, timings)
+
+    def _time(
+        self,
+        case: Case,
+        stopwatch: Stopwatch,
+        baseline: Callable[[], object],
+        candidate: Callable[[], object],
+    ) -> Timing:
+        with threads(stopwatch.threads):
+            found = compare(baseline, candidate, clock=stopwatch.clock, rule=self.rule)
+        rate = self._rates[stopwatch.name]
+        return Timing(stopwatch.name, found, case.flops / found.candidate_seconds / rate)
+
+
+def _stopwatches(case: Case) -> tuple[Stopwatch, ...]:
+    return (PROCESS_TIME,) if case.bar is None else (PROCESS_TIME, WALL_TIME)
+
+
+def _rate(stopwatch: Stopwatch) -> float:
+    with threads(stopwatch.threads):
+        return matmul_rate(torch.float32, device="cpu", clock=stopwatch.clock)
 
 
 def _truth(size: str, horizon: int, batch: int, length: int) -> Truth:

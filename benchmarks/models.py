@@ -32,10 +32,10 @@ _LEGEND = """
 step, fwd+bwd: a training step with clipping and AdamW, and without them. decode: one token of T with a cache.
 All three as ratios to stock Llama with PyTorch's attention and the same weights. cache: a token with a cache
 to the same token without one (SM-I to SM in the paper). memory: ratio of peaks of a whole training step.
-"decoder" is StableMaskForCausalLM, "enabled" stock Llama after stablemask.hf.enable. Process time, 1 thread:
-the median of the rounds ± half of its 95 % interval; A/A is the baseline against itself, the noise of the
-measurement. "of mm" is the share of the rate of a matrix product. "error" is the largest error as a share of
-its budget."""
+"decoder" is StableMaskForCausalLM, "enabled" stock Llama after stablemask.hf.enable. Process time, 1 thread,
+but for the column "wall": the median of the rounds ± half of its 95 % interval; A/A is the baseline against
+itself, the noise of the measurement. "of mm" is the share of the rate of a matrix product. "error" is the
+largest error as a share of its budget."""
 _MEMORY_BAR = 1.0
 _MEMORY_SECONDS = 120.0  # of one case; for the estimate of the time left
 

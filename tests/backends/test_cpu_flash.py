@@ -233,3 +233,23 @@ def test_other_devices_are_refused() -> None:
     with pytest.raises(BackendUnavailable, match="runs on CPU tensors, got meta"):
         stable_attention(q, q, q, SCORES, backend="cpu_flash")
     assert stable_attention(q, q, q, SCORES).shape == q.shape
+
+
+@pytest.mark.parametrize("hidden", ["key_mask", "bias"])
+def test_a_nan_sink_reaches_rows_without_keys(hidden: str) -> None:
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[0] = False
+    bias = torch.zeros(2, 1, 6, 6).masked_fill(~keep[:, None, None, :], -torch.inf)
+    out, lse = sink_attention(
+        q,
+        k,
+        v,
+        torch.full((2, 6), torch.nan),
+        key_mask=keep if hidden == "key_mask" else None,
+        bias=bias if hidden == "bias" else None,
+        return_lse=True,
+        backend="cpu_flash",
+    )
+    assert out.isnan().all()
+    assert lse.isnan().all()

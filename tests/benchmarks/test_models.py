@@ -85,9 +85,14 @@ def test_every_group_is_checked_and_timed(group: Group) -> None:
     result = Models(RULE).measure(Case(group, "decoder", 16, bar=math.inf))
     assert result.worst_error <= 1
     assert result.verdict in ("met", "not measured")
-    (timing,) = result.timings
-    assert timing.comparison.ratio.rounds == 2
-    assert timing.comparison.candidate_seconds > 0
+    assert [timing.clock for timing in result.timings] == ["process time, 1 thread", "wall time, 2 threads"]
+    for timing in result.timings:
+        assert timing.comparison.ratio.rounds == 2
+        assert timing.comparison.candidate_seconds > 0
+
+
+def test_what_has_no_bar_is_timed_once() -> None:
+    assert len(Models(RULE).measure(Case("cache", "decoder", 16)).timings) == 1
 
 
 def test_a_wrong_model_gets_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: An
     new_lse = ahead.abs_().neg_().exp_().log1p_().add_(torch.maximum(lse, sink))
     if call.structured or call.bias is not None:
         dead = lse == -torch.inf
-        share.masked_fill_(dead, 0.0)
+        share.masked_fill_(dead & ~sink.isnan(), 0.0)
         new_lse = sink.where(dead, new_lse)
     return out.to(share.dtype).mul_(share.unsqueeze(-1)).to(q.dtype), new_lse
 
