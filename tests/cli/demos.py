@@ -38,6 +38,7 @@ _PATIENCE = 120.0
 def prepare(folder: Path) -> None:
     """A small part of the corpus, and children that are forks; the updates of the pair are counted."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: fork  # type: ignore[assignment]
