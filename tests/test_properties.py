@@ -15,7 +15,7 @@ EXAMPLES = {torch.float32: 220, torch.bfloat16: 110, torch.float16: 90, torch.fl
 def check(drawn: Drawn) -> None:
     """Bands of a few rows let small calls cross their borders."""
     tiles = "stablemask.backends._cpu_tiles"
-    with patch(f"{tiles}._BAND_ROWS", drawn.band_rows), patch(f"{tiles}._WINDOW_BAND_ROWS", drawn.band_rows):
+    with patch(f"{tiles}._BAND_ROWS", drawn.band_rows):
         check_every_backend(drawn.example, drawn.wrt)
 
 

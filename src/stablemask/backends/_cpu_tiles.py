@@ -1,9 +1,9 @@
 """How a call is cut into tiles that the CPU flash kernel computes right and fast.
 
 A tile is a rectangle of query rows × keys that holds every visible key of its rows. In a *reversed* plan the
-rows count from the last query backwards: then row r and key j of a band whose last query owns its last key
-have j − i = j + r + const, and a mask that depends on j − i alone is a view with strides (1, 1) of one
-vector, whatever the size of the band.
+kernel sees the rows of a tile from its last query backwards: then row r and key j of a band whose last query
+owns its last key have j − i = j + r + const, and a mask that depends on j − i alone is a view with strides
+(1, 1) of one vector, whatever the size of the band. Tiles are turned one by one, while they are in the cache.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,7 @@ flash_backward: Any = getattr(torch.ops.aten, f"{_FLASH}_backward", None)
 
 _EVERY = slice(None)
 
-_BAND_ROWS = 128
-_WINDOW_BAND_ROWS = 192
+_BAND_ROWS = 192  # from here on the kernel takes its larger blocks
 
 Segment = tuple[int, int]
 
@@ -78,7 +77,7 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
         out, lse = _empty_rows(q)
         for tile in plan.tiles:
             out_tile, lse_tile = flash(
-                q[tile.batch, :, tile.rows],
+                _rows(q, tile, plan),
                 k[tile.batch, :, tile.keys],
                 v[tile.batch, :, tile.keys],
                 0.0,
@@ -86,12 +85,10 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
                 attn_mask=tile.mask,
                 scale=call.scale,
             )
-            out[tile.batch, :, tile.rows] = out_tile
-            lse[tile.batch, :, tile.rows] = (
-                lse_tile if tile.alive is None else lse_tile.where(tile.alive, -torch.inf)
-            )
-    if plan.reversed:
-        out, lse = out.flip(2), lse.flip(2)
+            if tile.alive is not None:
+                lse_tile = lse_tile.where(tile.alive, -torch.inf)
+            out[tile.batch, :, tile.rows] = _turned(out_tile, plan)
+            lse[tile.batch, :, tile.rows] = _turned(lse_tile, plan)
     _restore_nans(call.q, k, out, lse)
     return out, lse
 
@@ -109,29 +106,36 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
             grad, q, k, v, out, lse, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
         )
         return dq, dk, dv
-    if plan.reversed:
-        grad, out, lse = grad.to(q.dtype).flip(2), out.to(q.dtype).flip(2), lse.flip(2)
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
     dq = empty_gradient(q).zero_()
     dk, dv = (empty_gradient(t, call.accumulate_dtype).zero_() for t in (k, v))
     for tile in plan.tiles:
-        lse_tile = lse[tile.batch, :, tile.rows]
+        lse_tile = _rows(lse, tile, plan)
         dq_tile, dk_tile, dv_tile = flash_backward(
-            grad[tile.batch, :, tile.rows],
-            q[tile.batch, :, tile.rows],
+            _rows(grad, tile, plan),
+            _rows(q, tile, plan),
             k[tile.batch, :, tile.keys],
             v[tile.batch, :, tile.keys],
-            out[tile.batch, :, tile.rows],
+            _rows(out, tile, plan),
             lse_tile if tile.alive is None else lse_tile.where(tile.alive, torch.inf),
             0.0,
             tile.causal,
             attn_mask=tile.mask,
             scale=call.scale,
         )
-        dq[tile.batch, :, tile.rows] = dq_tile
+        dq[tile.batch, :, tile.rows] = _turned(dq_tile, plan)
         dk[tile.batch, :, tile.keys].add_(dk_tile.to(dk.dtype))
         dv[tile.batch, :, tile.keys].add_(dv_tile.to(dv.dtype))
-    dq = (dq.flip(2) if plan.reversed else dq).to(call.q.dtype)
-    return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
+    return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def _rows(t: Tensor, tile: Tile, plan: Plan) -> Tensor:
+    """Those of a tile, as the kernel has to see them."""
+    return _turned(t[tile.batch, :, tile.rows], plan)
+
+
+def _turned(rows: Tensor, plan: Plan) -> Tensor:
+    return rows.flip(2) if plan.reversed else rows
 
 
 def empty_results(q: Queries) -> tuple[Output, RowLogits]:
@@ -194,7 +198,7 @@ def _inputs(call: Call, plan: Plan) -> tuple[Queries, Keys, Values]:
         k, v = finite_keys_values(call)
     if plan.reversed:
         dtype = call.accumulate_dtype
-        q, k, v = q.to(dtype).flip(2), k.to(dtype), v.to(dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return _unit_stride(q), _unit_stride(k), _unit_stride(v)
 
 
@@ -252,16 +256,16 @@ def _rectangles(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
 
 
 def _bands(call: Call, segments: list[list[Segment]]) -> Iterator[Tile]:
-    """Bands of rows of every segment, in reversed rows, masked by a view of one vector."""
-    height = _BAND_ROWS if call.window is None else _WINDOW_BAND_ROWS
+    """Bands of rows of every segment, masked by a view of one vector."""
     longest = max((stop - start for row in segments for start, stop in row), default=0)
-    reach = longest if call.window is None else min(longest, call.window + height - 1)
-    masks = _BandMask(call, reach, height)
+    reach = longest if call.window is None else min(longest, call.window + _BAND_ROWS - 1)
+    masks = _BandMask(call, reach, _BAND_ROWS)
+    offset = call.k.shape[2] - call.q.shape[2]
     for sequences, start, own, stop in _placed(call, segments):
-        for first in range(own, stop, height):
-            last = min(first + height, stop)
+        for first in range(own, stop, _BAND_ROWS):
+            last = min(first + _BAND_ROWS, stop)
             low = start if call.window is None else max(start, first - call.window + 1)
-            rows = slice(call.k.shape[2] - last, call.k.shape[2] - first)
+            rows = slice(first - offset, last - offset)
             yield Tile(sequences, rows, slice(low, last), masks.view(last - first, last - low))
 
 
