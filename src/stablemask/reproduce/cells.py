@@ -12,6 +12,7 @@ corpus, the device type, the version of the package and ``code`` of the study. M
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def cell_of(study: Study, entry: Entry, conditions: Conditions) -> Cell:
 
 def path_of(results: Path, cell: Cell) -> Path:
     """Where the file of a cell is: the name says what it is, its end is the key."""
-    name = str(cell.settings["group"]).replace("/", "-")
+    name = re.sub("[^0-9a-zA-Z_.]+", "-", str(cell.settings["group"]))  # of any file system
     return results / f"{name}-{cell.settings['seed']}-{cell.key[-8:]}.json"
 
 
