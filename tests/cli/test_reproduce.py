@@ -1,6 +1,7 @@
 """``stablemask reproduce``: cells, tables, the page; resuming; refusals."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,14 @@ def test_a_hidden_package_would_be_missed() -> None:
     program = BARE.replace("from stablemask.reproduce", "import rich\nfrom stablemask.reproduce")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "No module named 'rich'" in done.stderr
+
+
+def test_the_results_of_the_documentation_are_current(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "results.md"
+    shutil.copytree(ROOT / "docs" / "figures", page.parent / "figures")
+    for drawn in (page.parent / "figures").glob("results-*"):
+        drawn.unlink()
+    assert main(["reproduce", "--report-only", "--results", str(ROOT / "results"), "--page", str(page)]) == 0
+    assert page.read_bytes() == (ROOT / "docs" / "results.md").read_bytes()
+    for kept in (ROOT / "docs" / "figures").glob("results-*"):
+        assert (page.parent / "figures" / kept.name).read_bytes() == kept.read_bytes()
