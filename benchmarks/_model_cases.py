@@ -16,8 +16,8 @@ from benchmarks._models import (
     training_step,
     uncached_step,
 )
-from stablemask.benchmark import PROCESS_TIME, WALL_TIME, Result, Stopwatch, Timing
-from stablemask.measuring import Rule, attention_flops, compare, matmul_rate, threads
+from stablemask.benchmark import PROCESS_TIME, WALL_TIME, Result, Stopwatch, Timing, measured_matmul_rate
+from stablemask.measuring import Rule, attention_flops, compare, threads
 from stablemask.model import StableMaskConfig
 from stablemask.model.sizes import named_config
 
@@ -111,7 +111,10 @@ class Models:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._truth = lru_cache(maxsize=1)(_truth)
-        self._rates = {stopwatch.name: _rate(stopwatch) for stopwatch in (PROCESS_TIME, WALL_TIME)}
+        self._rates = {
+            stopwatch.name: measured_matmul_rate(torch.float32, "cpu", stopwatch)
+            for stopwatch in (PROCESS_TIME, WALL_TIME)
+        }
 
     def seconds(self, case: Case) -> float:
         """About how long one measurement takes."""
@@ -163,11 +166,6 @@ class Models:
 
 def _stopwatches(case: Case) -> tuple[Stopwatch, ...]:
     return (PROCESS_TIME,) if case.bar is None else (PROCESS_TIME, WALL_TIME)
-
-
-def _rate(stopwatch: Stopwatch) -> float:
-    with threads(stopwatch.threads):
-        return matmul_rate(torch.float32, device="cpu", clock=stopwatch.clock)
 
 
 def _truth(size: str, horizon: int, batch: int, length: int) -> Truth:

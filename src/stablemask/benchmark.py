@@ -245,7 +245,7 @@ class Bench:
         self.stopwatches = stopwatches
         self.rule = rule
         self._truth = lru_cache(maxsize=1)(Truth)
-        self._matmul_rate = cache(_measured_matmul_rate)
+        self._matmul_rate = cache(measured_matmul_rate)
 
     def measure(self, problem: Problem, backend: str, call: Measured, bar: float | None = None) -> Result:
         """Hold the call against the truth, then time it. A wrong call is not timed."""
@@ -273,7 +273,8 @@ class Bench:
         return Timing(stopwatch.name, found, flops / found.candidate_seconds / rate)
 
 
-def _measured_matmul_rate(dtype: torch.dtype, device: str, stopwatch: Stopwatch) -> float:
+def measured_matmul_rate(dtype: torch.dtype, device: str, stopwatch: Stopwatch) -> float:
+    """Operations a second of a large product, by this clock on its threads."""
     with threads(stopwatch.threads):
         return matmul_rate(dtype, device=device, clock=stopwatch.clock)
 

@@ -30,7 +30,7 @@ RULE = Rule(2, 2, min_seconds=0.0)
 @pytest.fixture(autouse=True)
 def tiny_71m(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named size of every case, small, on a machine of a known rate."""
-    monkeypatch.setattr("benchmarks._model_cases.matmul_rate", lambda *_, **__: 1e10)
+    monkeypatch.setattr("benchmarks._model_cases.measured_matmul_rate", lambda *_, **__: 1e10)
     monkeypatch.setitem(sizes.SIZES, "71m", {**TINY, "vocab_size": VOCABULARY})  # type: ignore[arg-type]
 
 

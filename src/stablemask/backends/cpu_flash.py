@@ -55,7 +55,7 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Output, RowLogits]:
     """out' and, where it is wanted, lse', differentiable in q, k, v and the sink."""
-    if tracing() or type(call.q) is not Tensor:
+    if _watched(call.q):
         operator: Any = torch.ops.stablemask.cpu_flash
     elif call.needs_grad():
         operator = _Eager.apply
@@ -63,6 +63,11 @@ def run(call: Call) -> tuple[Output, RowLogits]:
         return _compute(call, call.sink_logits())
     out, lse = operator(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
     return out, lse
+
+
+def _watched(q: Tensor) -> bool:
+    """Whether a compiler or a subclass of tensors has to see the operator, and not what it is made of."""
+    return tracing() or type(q) is not Tensor
 
 
 def _geometry(call: Call) -> tuple[Any, ...]:
@@ -152,7 +157,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
     geometry = (*tensors, *ctx.scalars)
 
     def backward(*operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if tracing() or type(q) is not Tensor or torch.is_grad_enabled():
+        if _watched(q) or torch.is_grad_enabled():
             dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(*operands, *geometry)
             return dq, dk, dv
         return _backward(*operands, *geometry)
