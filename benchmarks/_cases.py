@@ -48,18 +48,24 @@ def _entries() -> Iterator[Entry]:
 def _shapes(case: partial[Case]) -> Iterator[Entry]:
     yield Entry(case("eager", length=64), bar=3.0, quick=True)
     for length in (256, 512, 1024, 2048, 4096, 8192):
-        heads = 8 if length <= 1024 else 4 if length <= 2048 else 2
+        heads = _heads(length)
         plain = partial(case, length=length, heads=heads, kv_heads=heads)
         bar = 1.10 if length < 1024 else 1.03
         yield Entry(plain("causal"), bar, contrast=length in CONTRAST_LENGTHS, quick=length in QUICK_LENGTHS)
         if length in ALIBI_LENGTHS:
             yield Entry(plain("alibi", alibi=True), bar=1.10)
     for length in (1024, 2048):
-        yield Entry(case("gqa", length=length, kv_heads=2), bar=1.03)
+        yield Entry(case("gqa", length=length, heads=_heads(length), kv_heads=_heads(length) // 4), bar=1.03)
     yield Entry(case("window", length=8192, heads=2, kv_heads=2, window=512), bar=2.0)
     for documents in (SHORT_DOCUMENTS, LONGER_DOCUMENTS):
-        yield Entry(case("packed", length=sum(documents), documents=documents), bar=1.3)
-    yield Entry(case("decode", length=4096, queries=1), bar=1.10, quick=True)
+        length = sum(documents)
+        heads = _heads(length)
+        yield Entry(case("packed", length=length, documents=documents, heads=heads, kv_heads=heads), bar=1.3)
+    yield Entry(case("decode", length=4096, queries=1, heads=2, kv_heads=2), bar=1.10, quick=True)
+
+
+def _heads(length: int) -> int:
+    return 8 if length <= 1024 else 4 if length <= 2048 else 2
 
 
 ENTRIES = tuple(_entries())
