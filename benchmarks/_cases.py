@@ -61,7 +61,7 @@ def _shapes(case: partial[Case]) -> Iterator[Entry]:
         length = sum(documents)
         heads = _heads(length)
         yield Entry(case("packed", length=length, documents=documents, heads=heads, kv_heads=heads), bar=1.3)
-    yield Entry(case("decode", length=4096, queries=1, heads=2, kv_heads=2), bar=1.10, quick=True)
+    yield Entry(case("decode", length=4096, queries=1), bar=1.10, quick=True)
 
 
 def _heads(length: int) -> int:
