@@ -272,4 +272,8 @@ def in_function_transform() -> bool:
 
 def tracing() -> bool:
     """True where a tensor made now must not outlive the call: under compile, fake tensors, a transform."""
-    return torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or in_function_transform()
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _functorch.peek_interpreter_stack() is not None
+    )

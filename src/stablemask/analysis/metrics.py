@@ -78,8 +78,8 @@ def measure(layers: Capture, classes: TokenClasses | None = None, *, block: int 
     rows = tuple(sorted({min(EARLY_ROW, length), length}))
     members = torch.nn.functional.one_hot(classes, len(CLASSES)).to(layers[0].lse)  # (T, classes)
     members[0] = 0.0
-    counts = members.cumsum(0)[torch.tensor(rows) - 1]
-    shares = counts / torch.tensor(rows, dtype=counts.dtype).sub(1).clamp(min=1).unsqueeze(-1)
+    counts = members.cumsum(0)[[row - 1 for row in rows]]
+    shares = counts / counts.new_tensor(rows).sub(1).clamp(min=1).unsqueeze(-1)
     found = [_measure_layer(layer, rows, members, block) for layer in layers]
     stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
     first, entropy, by_class = stacked

@@ -55,12 +55,10 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Output, RowLogits]:
     """out' and, where it is wanted, lse', differentiable in q, k, v and the sink."""
-    if _watched(call.q):
-        operator: Any = torch.ops.stablemask.cpu_flash
-    elif call.needs_grad():
-        operator = _Eager.apply
-    else:
+    watched = _watched(call.q)
+    if not watched and not call.needs_grad():
         return _compute(call, call.sink_logits())
+    operator: Any = torch.ops.stablemask.cpu_flash if watched else _Eager.apply
     out, lse = operator(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
     return out, lse
 

@@ -80,8 +80,7 @@ class Rows:
         self.key_mask = key_mask
         self.document_ids = document_ids
         self.visible = visible
-        self._kept: tuple[Positions | None, PseudoScores, int, torch.dtype, RowLogits] | None = None
-        self._read: tuple[object, tuple[PseudoScores, float | None]] | None = None
+        self._kept: tuple[object, Positions | None, torch.dtype, int, RowLogits | None] | None = None
 
     def contiguous(self) -> "Rows":
         """Itself."""
@@ -118,33 +117,35 @@ class Rows:
             return False
         return _readable(position_ids) and bool((position_ids.diff() <= 0).any())
 
-    def scores(self, table: object) -> tuple[PseudoScores, float | None]:
-        """``split_base`` of the config's table, which every layer has in common."""
-        if self._read is not None and self._read[0] is table:
-            return self._read[1]
-        read = split_base(table)
+    def pseudo(
+        self, module: AttentionLayer, query: Queries, position_ids: Positions | None
+    ) -> Annotated[Tensor, "B|1 H Tq"] | None:
+        """σ for the heads of this process, worked out by the first layer that asks; None where it is −∞."""
+        config, dtype, num_heads = module.config, query.dtype, query.shape[1]
+        if self._kept is not None:
+            known, ids, *kind, logits = self._kept
+            if known is config and ids is position_ids and kind == [dtype, num_heads]:
+                return logits
+        scores, raised = split_base(getattr(config, "stablemask", None))
+        if scores.base == -math.inf:
+            logits = None
+        else:
+            logits = self._all_heads(position_ids, scores, config.num_attention_heads, dtype)
+            logits = logits[:, _local_heads(module, num_heads)]
+            logits = logits if raised is None else logits + raised
         if not torch.compiler.is_compiling():
-            self._read = (table, read)
-        return read
+            self._kept = (config, position_ids, dtype, num_heads, logits)
+        return logits
 
-    def logits(
+    def _all_heads(
         self, position_ids: Positions | None, scores: PseudoScores, num_heads: int, dtype: torch.dtype
     ) -> Annotated[Tensor, "B|1 H Tq"]:
-        """σ of every row for all heads of the model, computed by the first layer that asks."""
-        if self._kept is not None:
-            ids, *rest, logits = self._kept
-            if ids is position_ids and rest == [scores, num_heads, dtype]:
-                return logits
         positions = self.positions(position_ids)
         if positions.numel() == 1 and positions.device.type == "cpu" and _readable(positions):
             row = int(positions)
             table = scores.consecutive_logits(row, row + 1, num_heads, dtype=dtype, device=positions.device)
-            logits = table.unsqueeze(0)
-        else:
-            logits = scores.row_logits(positions, num_heads, dtype)
-        if not torch.compiler.is_compiling():
-            self._kept = (position_ids, scores, num_heads, dtype, logits)
-        return logits
+            return table.unsqueeze(0)
+        return scores.row_logits(positions, num_heads, dtype)
 
 
 def register() -> None:
@@ -241,8 +242,7 @@ def stablemask_attention(
             f"attention_mask: {type(module).__name__} got {type(rows).__name__}; this model makes its "
             "mask without the AttentionMaskInterface of transformers"
         )
-    scores, raised = rows.scores(getattr(module.config, "stablemask", None))
-    sink = _sink(rows, position_ids, scores, raised, module, query, s_aux)
+    sink = _sink(rows.pseudo(module, query, position_ids), s_aux)
     if rows.visible is not None:
         hidden = query.new_zeros(()).masked_fill(~rows.visible, -math.inf)
         out = sink_attention(
@@ -257,10 +257,12 @@ def stablemask_attention(
             dropout=dropout,
         )
     else:
+        if rows.num_keys != key.shape[2]:
+            key, value = key[:, :, : rows.num_keys], value[:, :, : rows.num_keys]
         out = sink_attention(
             query,
-            key[:, :, : rows.num_keys],
-            value[:, :, : rows.num_keys],
+            key,
+            value,
             sink,
             window=rows.window,
             key_mask=rows.key_mask,
@@ -273,21 +275,12 @@ def stablemask_attention(
 
 
 def _sink(
-    rows: Rows,
-    position_ids: Positions | None,
-    scores: PseudoScores,
-    raised: float | None,
-    module: AttentionLayer,
-    query: Queries,
-    s_aux: Tensor | None,
+    pseudo: Annotated[Tensor, "B|1 H Tq"] | None, s_aux: Annotated[Tensor, "H"] | None
 ) -> Annotated[Tensor, "H | B|1 H Tq"] | None:
-    """σ for the heads of this process together with the model's own sinks; None where there is neither."""
-    if scores.base == -math.inf:
-        return s_aux
-    logits = rows.logits(position_ids, scores, module.config.num_attention_heads, query.dtype)
-    logits = logits[:, _local_heads(module, query.shape[1])]
-    logits = logits if raised is None else logits + raised
-    return logits if s_aux is None else torch.logaddexp(logits, s_aux.to(logits.dtype)[:, None])
+    """σ together with the model's own sinks; None where there is neither."""
+    if pseudo is None or s_aux is None:
+        return s_aux if pseudo is None else pseudo
+    return torch.logaddexp(pseudo, s_aux.to(pseudo.dtype)[:, None])
 
 
 def _local_heads(module: AttentionLayer, num_heads: int) -> slice:
