@@ -1,5 +1,6 @@
 """A call of inference that repeats the one before gives what it would give alone, and refuses the same."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from stablemask.backends import cpu_flash
 SCORES = PseudoScores(0.5, horizon=64)
 BASE: dict[str, Any] = {"batch": 2, "queries": 1, "keys": 9, "heads": 4, "kv_heads": 2, "width": 8}
 Call = Callable[[], Any]
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_repeats, "_kept", None)
 
 
-def tensors(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> tuple[Tensor, ...]:
+def tensors(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> QKV:
     n = {**BASE, **changes}
     generator = torch.Generator().manual_seed(seed)
     shapes = [(n["batch"], n["heads"], n["queries"], n["width"])]
@@ -34,9 +36,10 @@ def row_logits(seed: int = 0, batch: int = 1, dtype: torch.dtype = torch.float32
     return torch.randn(batch, 4, 1, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def nested() -> Tensor:
-    return torch.nested.nested_tensor([torch.randn(4, 1, 8), torch.randn(4, 1, 8)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own of a prototype
+        return torch.nested.nested_tensor([torch.randn(4, 1, 8), torch.randn(4, 1, 8)])
 
 
 def make_calls() -> dict[str, Call]:
@@ -136,7 +139,10 @@ def test_what_came_before_changes_nothing(name: str, before: str, monkeypatch: p
         outcome(calls[before])
         after, again = outcome(calls[name]), outcome(calls[name])
     for found in (after, again):
-        torch.testing.assert_close(found, alone, rtol=0, atol=0, equal_nan=True)
+        if isinstance(alone, Tensor) or isinstance(alone[0], Tensor):
+            torch.testing.assert_close(found, alone, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert found == alone
 
 
 @pytest.mark.parametrize("name", ["first", "logits", "plain", "more queries", "window"])
@@ -173,8 +179,10 @@ def test_gradients_are_as_without() -> None:
 def test_nothing_is_kept_of_the_tensors() -> None:
     for sink in (SCORES, row_logits(), None):
         with torch.no_grad():
-            call = stable_attention if isinstance(sink, PseudoScores) else sink_attention
-            call(*tensors(), sink)  # type: ignore[operator]
+            if isinstance(sink, PseudoScores):
+                stable_attention(*tensors(), sink)
+            else:
+                sink_attention(*tensors(), sink)
         kept = _repeats._kept
         assert kept is not None
         held = [t for t in (*kept.facts, *kept.rest, kept.logits) if isinstance(t, Tensor)]
@@ -210,10 +218,11 @@ def test_compiled_calls_neither_use_nor_keep_anything(monkeypatch: pytest.Monkey
         expected = call()
         monkeypatch.setattr(_repeats, "again", None)
         monkeypatch.setattr(_repeats, "keep", None)
-        compiled = torch.compile(lambda: make_calls()["first"](), backend="eager")
+        compiled = torch.compile(make_calls()["first"], backend="eager")
         torch.testing.assert_close(compiled(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms_neither_use_nor_keep_anything() -> None:
     q, k, v = tensors()
     with torch.no_grad():
@@ -229,10 +238,10 @@ def test_threads_do_not_mix_their_calls() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def many(n: int) -> bool:
+        given = tensors(keys=n, seed=n)
+        alone = stable_attention(*given, SCORES, backend="cpu_flash")
         with torch.no_grad():
-            given = tensors(keys=n, seed=n)
-            expected = stable_attention(*given, SCORES, backend="reference")
-            return all(torch.allclose(stable_attention(*given, SCORES), expected) for _ in range(200))
+            return all(torch.equal(stable_attention(*given, SCORES), alone) for _ in range(500))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(many, (3, 9, 33, 100)))

@@ -1,12 +1,7 @@
 """Causal attention without attention sinks and with absolute position, as fast as plain attention."""
 
-from stablemask.attention import (
-    available_backends,
-    cu_seqlens_from_documents,
-    documents_from_cu_seqlens,
-    sink_attention,
-    stable_attention,
-)
+from stablemask._cu_seqlens import cu_seqlens_from_documents, documents_from_cu_seqlens
+from stablemask.attention import available_backends, sink_attention, stable_attention
 from stablemask.backends import BackendUnavailable
 from stablemask.pseudo import PseudoScores, pseudo_logits
 

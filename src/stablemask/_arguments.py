@@ -130,6 +130,7 @@ def _resolve_sink(
         raise TypeError(f"sink: got {type(sink).__name__}; allowed are a tensor, a number or None")
     if not isinstance(sink, Tensor):
         return torch.full((1, 1, 1), float(sink), dtype=accumulate_dtype(q.dtype), device=q.device), None
+    _dense("sink", sink)
     shape = {0: (1, 1, 1), 1: (1, -1, 1), 2: (1, *sink.shape), 3: tuple(sink.shape)}.get(sink.ndim)
     if shape is None or not sink.is_floating_point():
         _reject("sink", _describe(sink), "floating point of shape (), (H,), (H, Tq) or (B, H, Tq)")
@@ -149,8 +150,7 @@ def _check_tensors(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Ten
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}; allowed is a tensor of shape [B, heads, T, D]")
-        if t.is_nested or t.layout != torch.strided:
-            _reject(name, "a nested tensor" if t.is_nested else str(t.layout), "dense tensors")
+        _dense(name, t)
         if t.ndim != 4:
             _reject(name, _describe(t), "rank 4: [B, heads, T, D]")
         if t.dtype not in _DTYPES:
@@ -272,7 +272,13 @@ def _check_ints(name: str, t: Tensor | None, q: Tensor, shape: tuple[int, int], 
 def _check_tensor(name: str, t: object, q: Tensor) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: got {type(t).__name__}; allowed is a tensor, or None")
+    _dense(name, t)
     _same_device(name, t, q)
+
+
+def _dense(name: str, t: Tensor) -> None:
+    if t.is_nested or t.layout != torch.strided:
+        _reject(name, "a nested tensor" if t.is_nested else str(t.layout), "dense tensors")
 
 
 def _same_device(name: str, t: Tensor, q: Tensor) -> None:

@@ -97,8 +97,9 @@ def _keep(facts: tuple[Any, ...], sink: PseudoScores | None, call: Call, run: Ru
     logits = None
     if scores is not None and call.q.device.type == "cpu":  # elsewhere kernels compute σ
         scores, logits = None, call.sink_logits()
-    _kept = _Kept(facts, sink, call.k.shape[2], logits, (scores, *rest), run)
-    return _kept
+    kept = _Kept(facts, sink, call.k.shape[2], logits, (scores, *rest), run)
+    _kept = kept  # other threads may put theirs here at any time
+    return kept
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, sink: Given, causal: bool, args: Arguments) -> tuple[Any, ...]:
