@@ -112,6 +112,8 @@ def make_calls() -> dict[str, Call]:
         "another device": stable(q, k.to("meta"), v),
         "NaN": stable(q.masked_fill(q > 1, float("nan"))),
         "autocast": casting,
+        "of leaves": stable(q.clone().requires_grad_()),
+        "keys of leaves": stable(q, k.clone().requires_grad_(), v),
         "reference": stable(backend="reference"),
         "unable": stable(backend="cuda_flash"),
         "other strides": stable(q, k.mT.contiguous().mT, v),
@@ -138,7 +140,10 @@ def test_what_came_before_changes_nothing(name: str, before: str, monkeypatch: p
         monkeypatch.setattr(_repeats, "_kept", None)
         outcome(calls[before])
         after, again = outcome(calls[name]), outcome(calls[name])
-    for found in (after, again):
+    with torch.enable_grad():
+        outcome(calls[before])
+        differentiable = outcome(calls[name])
+    for found in (after, again, differentiable):
         if isinstance(alone, Tensor) or isinstance(alone[0], Tensor):
             torch.testing.assert_close(found, alone, rtol=0, atol=0, equal_nan=True)
         else:
@@ -185,7 +190,7 @@ def test_nothing_is_kept_of_the_tensors() -> None:
                 sink_attention(*tensors(), sink)
         kept = _repeats._kept
         assert kept is not None
-        held = [t for t in (*kept.facts, *kept.rest, kept.logits) if isinstance(t, Tensor)]
+        held = [t for t in (*kept, *kept.rest) if isinstance(t, Tensor)]
         assert sum(t.numel() for t in held) <= 4
 
 
@@ -212,14 +217,18 @@ def test_an_observer_sees_repeated_calls() -> None:
     torch.testing.assert_close(seen[1], make_calls()["lse"]()[1])
 
 
-def test_compiled_calls_neither_use_nor_keep_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_calls_keep_nothing() -> None:
     call = make_calls()["first"]
     with torch.no_grad():
         expected = call()
-        monkeypatch.setattr(_repeats, "again", None)
-        monkeypatch.setattr(_repeats, "keep", None)
-        compiled = torch.compile(make_calls()["first"], backend="eager")
-        torch.testing.assert_close(compiled(), expected)
+        kept = _repeats._kept
+        compiled = torch.compile(lambda: make_calls()["other tensors"](), backend="eager")  # noqa: PLW0108
+        torch.testing.assert_close(compiled(), make_calls()["other tensors"]())
+        torch.testing.assert_close(call(), expected)
+        _repeats._kept = None
+        compiled()
+        assert _repeats._kept is None
+        assert kept is not None
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -251,4 +260,4 @@ def test_the_back_end_of_inference_on_a_cpu_is_the_flash_kernel() -> None:
     with torch.no_grad():
         make_calls()["first"]()
     assert _repeats._kept is not None
-    assert _repeats._kept.run is cpu_flash.run
+    assert _repeats._kept.infer is cpu_flash.infer

@@ -8,115 +8,152 @@ So the last plain call is kept, without its tensors. From one token to the next,
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stablemask._arguments import Arguments, autocasting
+from stablemask._arguments import Arguments
 from stablemask.backends._call import Call, SinkLogits, accumulate_dtype
 from stablemask.pseudo import PseudoScores, tracing
-from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
+from stablemask.shapes import Keys, Output, Queries, Values
 
-Run = Callable[[Call], tuple[Output, RowLogits]]
+Infer = Callable[[Call], Output]
 Given = PseudoScores | Tensor | float | None
+
+_PLAIN = Arguments(None, None, None, None, None, None, None, None, None, 0.0, False)
+
+# All that matters of a tensor, read in one call. The shape comes first.
+_traits: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "shape", "dtype", "device", "layout", "requires_grad"
+)
 
 
 class _Kept(NamedTuple):
     """A call that was served.
 
     Attributes:
-        facts: What tells it from others.
-        sink: Its pseudo scores; None where it had a tensor, or none.
-        num_keys: How many keys it had.
+        args: Its options, all of them numbers or None.
+        causal: Likewise.
+        q: Traits of the queries.
+        k: Traits of the keys.
+        v: Traits of the values.
+        differentiating: Whether gradients were on.
+        scores: Its pseudo scores; None where it had a tensor, or none.
+        sink: Traits of that tensor.
         logits: σ of the pseudo scores, where the back end reads a tensor.
         rest: What the back end got, from ``scores`` on.
-        run: The back end.
+        infer: Of the back end.
     """
 
-    facts: tuple[Any, ...]
-    sink: PseudoScores | None
-    num_keys: int
+    args: Arguments
+    causal: bool
+    q: tuple[Any, ...]
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+    differentiating: bool
+    scores: PseudoScores | None
+    sink: tuple[Any, ...] | None
     logits: SinkLogits | None
     rest: tuple[Any, ...]
-    run: Run
+    infer: Infer
 
 
 _kept: _Kept | None = None
 
 
-def repeatable(q: Tensor, k: Tensor, v: Tensor, sink: Given, args: Arguments) -> bool:
-    """Whether everything that matters in this call is in ``_facts`` and its sink."""
-    return (
-        not tracing()
-        and not torch.is_grad_enabled()
-        and type(q) is type(k) is type(v) is Tensor
-        and q.ndim == k.ndim == v.ndim == 4
-        and q.layout is k.layout is v.layout is torch.strided
-        and not (q.is_nested or k.is_nested or v.is_nested)
-        and (sink is None or isinstance(sink, PseudoScores) or _is_row_logits(sink, q))
-        and args.positions is None
-        and args.key_positions is None
-        and args.key_mask is None
-        and args.document_ids is None
-        and args.alibi_slopes is None
-        and args.bias is None
-        and args.softcap is None
-        and not args.return_lse
-        and not autocasting(q.device.type)
-    )
-
-
 def again(q: Queries, k: Keys, v: Values, sink: Given, causal: bool, args: Arguments) -> Output | None:
     """The result, if the call that was kept serves this one too."""
+    if tracing():
+        return None
     kept = _kept
-    if kept is None or kept.facts != _facts(q, k, v, sink, causal, args):
+    if (
+        kept is None
+        or not (type(q) is type(k) is type(v) is Tensor)
+        or (q.is_nested or k.is_nested or v.is_nested)  # those have no shape
+        or args != kept.args
+        or causal is not kept.causal
+        or _traits(q) != kept.q
+        or torch.is_grad_enabled() is not kept.differentiating
+        or torch.is_autocast_enabled(q.device.type)
+    ):
         return None
-    if isinstance(sink, Tensor):
-        return kept.run(Call(q, k, v, sink, *kept.rest))[0]
-    if sink is not kept.sink and sink != kept.sink:
+    same = _traits(k) == kept.k and _traits(v) == kept.v
+    if not same and not _only_longer(kept, k, v):
         return None
-    if k.shape[2] != kept.num_keys:
-        kept = _keep(kept.facts, sink, Call(q, k, v, None, sink, *kept.rest[1:]), kept.run)
-    return kept.run(Call(q, k, v, kept.logits, *kept.rest))[0]
+    if kept.sink is not None:
+        if type(sink) is not Tensor or sink.is_nested or _traits(sink) != kept.sink:
+            return None
+        return kept.infer(Call(q, k, v, sink, *kept.rest))
+    if sink is not kept.scores and not (isinstance(sink, PseudoScores) and sink == kept.scores):
+        return None
+    if not same:
+        kept = _keep(kept, Call(q, k, v, None, kept.scores, *kept.rest[1:]))
+    return kept.infer(Call(q, k, v, kept.logits, *kept.rest))
 
 
-def keep(call: Call, sink: Given, causal: bool, args: Arguments, run: Run) -> None:
-    """Keep a repeatable call that ``run`` has served."""
+def keep(call: Call, sink: Given, causal: bool, args: Arguments, infer: Infer) -> None:
+    """Keep a call that was served, if everything that matters in it can be kept."""
+    q, k, v = call[:3]
+    device = q.device.type
+    given = sink is None or isinstance(sink, PseudoScores) or _is_row_logits(sink, q)
+    if (
+        tracing()
+        or not given
+        or not (type(q) is type(k) is type(v) is Tensor)
+        or call.needs_grad()
+        or args._replace(window=None, scale=None) != _PLAIN
+        or not torch.amp.is_autocast_available(device)
+        or torch.is_autocast_enabled(device)
+    ):
+        return
     _keep(
-        _facts(call.q, call.k, call.v, sink, causal, args),
-        sink if isinstance(sink, PseudoScores) else None,
+        _Kept(
+            args,
+            causal,
+            _traits(q),
+            _traits(k),
+            _traits(v),
+            torch.is_grad_enabled(),
+            sink if isinstance(sink, PseudoScores) else None,
+            _traits(sink) if isinstance(sink, Tensor) else None,
+            None,
+            (),
+            infer,
+        ),
         call,
-        run,
     )
 
 
-def _keep(facts: tuple[Any, ...], sink: PseudoScores | None, call: Call, run: Run) -> _Kept:
+def _keep(kept: _Kept, call: Call) -> _Kept:
     global _kept  # noqa: PLW0603 - one call, whoever makes it
     scores, *rest = call[4:]
     logits = None
     if scores is not None and call.q.device.type == "cpu":  # elsewhere kernels compute σ
         scores, logits = None, call.sink_logits()
-    kept = _Kept(facts, sink, call.k.shape[2], logits, (scores, *rest), run)
+    kept = kept._replace(k=_traits(call.k), v=_traits(call.v), logits=logits, rest=(scores, *rest))
     _kept = kept  # other threads may put theirs here at any time
     return kept
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, sink: Given, causal: bool, args: Arguments) -> tuple[Any, ...]:
-    """One query sees all keys, so that their number tells nothing, if there are any."""
-    grows = q.shape[2] == 1 and args.window is None
-    num_keys = k.shape[2] > 0 if grows else k.shape[2]
-    sizes = (q.shape, k.shape[:2], num_keys, k.shape[3], v.shape[:2], v.shape[2] == k.shape[2], v.shape[3])
-    kinds = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    sink_facts = (sink.shape, sink.device) if isinstance(sink, Tensor) else ()
-    return *sizes, *kinds, *sink_facts, causal, args.window, args.scale, args.dropout
+def _only_longer(kept: _Kept, k: Tensor, v: Tensor) -> bool:
+    """One query sees all keys, so that their number matters to nothing but σ, if there are any."""
+    return (
+        kept.q[0][2] == 1
+        and kept.args.window is None
+        and (k.ndim == v.ndim == 4)
+        and (k.shape[2] == v.shape[2] > 0 < kept.k[0][2])
+        and _but_length(_traits(k)) == _but_length(kept.k)
+        and _but_length(_traits(v)) == _but_length(kept.v)
+    )
+
+
+def _but_length(traits: tuple[Any, ...]) -> tuple[Any, ...]:
+    (batch, heads, _, width), *rest = traits
+    return batch, heads, width, *rest
 
 
 def _is_row_logits(sink: Given, q: Tensor) -> bool:
     """Whether back ends get this very tensor: three dimensions, of the dtype of σ."""
-    return (
-        type(sink) is Tensor
-        and sink.layout is torch.strided
-        and sink.ndim == 3
-        and sink.dtype == accumulate_dtype(q.dtype)
-    )
+    return type(sink) is Tensor and sink.ndim == 3 and sink.dtype == accumulate_dtype(q.dtype)

@@ -336,11 +336,9 @@ def _attend(
     args: Arguments,
     backend: str | None,
 ) -> Output | tuple[Output, RowLogits]:
-    repeatable = backend is None and not _observers and _repeats.repeatable(q, k, v, sink, args)
-    if repeatable:
-        out = _repeats.again(q, k, v, sink, causal, args)
-        if out is not None:
-            return out
+    repeatable = backend is None and not _observers
+    if repeatable and (out := _repeats.again(q, k, v, sink, causal, args)) is not None:
+        return out
     call = build_call(q, k, v, sink, causal, args)
     if _observers:
         call = call._replace(return_lse=True)
@@ -349,13 +347,13 @@ def _attend(
         reason = _why_not(name, call)
         if reason is not None:
             raise BackendUnavailable(f"backend: {name!r} cannot serve this call: {reason}")
-    run = backends.module(name).run
+    module = backends.module(name)
     with _without_autocast(call.q.device.type):
-        out, lse = run(call)
+        out, lse = module.run(call)
     for observe in _observers:
         observe(call, lse)
-    if repeatable:
-        _repeats.keep(call, sink, causal, args, run)
+    if repeatable and hasattr(module, "infer"):
+        _repeats.keep(call, sink, causal, args, module.infer)
     return (out, lse) if args.return_lse else out
 
 

@@ -5,6 +5,10 @@ A back end is a module with two functions::
     why_not(call) -> str | None              why it cannot serve exactly this call; None: it can
     run(call)     -> (out, lse')             exact, with exact gradients for every tensor that needs one
 
+and, if it knows a shorter way where nobody traces, differentiates or wants lse'::
+
+    infer(call)   -> out
+
 Back ends import neither the reference nor each other.
 """
 
