@@ -7,7 +7,6 @@ rows reach, against the float64 reference.
 """
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -150,15 +149,19 @@ def _worst_error(tensors: dict[str, Tensor], results: Results, scores: PseudoSco
 
 def resident_bytes() -> int:
     """What this process holds in memory now."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status: no VmRSS; peak memory is measured on Linux only")
+    return _status("VmRSS")
 
 
 def highest_bytes() -> int:
-    """The most that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most that this process ever held. ``ru_maxrss`` would count what its parent held, too."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status: no {name}; peak memory is measured on Linux only")
 
 
 if __name__ == "__main__":
