@@ -154,6 +154,7 @@ case("no head", 0.5, heads=0, kv_heads=0)
 case("no query", SCORES, num_queries=0)
 case("no key, no query", SCORES, num_queries=0, num_keys=0)
 case("no key, non-causal", 0.5, {"causal": False}, num_keys=0)
+case("no key, non-causal, no sink", -math.inf, {"causal": False}, num_keys=0)
 case("values of width 0", SCORES, value_dim=0, **SQUARE)
 
 IN_EVERY_DTYPE = (

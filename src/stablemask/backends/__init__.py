@@ -5,9 +5,11 @@ A back end is a module with two functions::
     why_not(call) -> str | None              why it cannot serve exactly this call; None: it can
     run(call)     -> (out, lse')             exact, with exact gradients for every tensor that needs one
 
-and, if it knows a shorter way where nobody traces, differentiates or wants lse'::
+and, if calls of inference may be repeated without asking ``why_not`` again (see ``_repeats``)::
 
-    infer(call)   -> out
+    infer(call)   -> out                     where nobody traces or differentiates
+
+which says that for one query ``why_not`` does not depend on the number of keys, as long as there are any.
 
 Back ends import neither the reference nor each other.
 """

@@ -60,14 +60,14 @@ def run(call: Call) -> tuple[Output, RowLogits]:
     elif call.needs_grad():
         operator = _Eager.apply
     else:
-        return _compute(call, call.sink_logits())
+        return _compute(call)
     out, lse = operator(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
     return out, lse
 
 
 def infer(call: Call) -> Output:
     """out' alone."""
-    return _compute(call, call.sink_logits())[0]
+    return _compute(call)[0]
 
 
 def _watched(q: Tensor) -> bool:
@@ -111,17 +111,19 @@ def _call(q: Tensor, k: Tensor, v: Tensor, geometry: tuple[Any, ...]) -> Call:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *geometry: Any) -> tuple[Tensor, Tensor]:
-    return _compute(_call(q, k, v, geometry), sink)
+    return _compute(_call(q, k, v, geometry)._replace(sink=sink))
 
 
-def _compute(call: Call, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute(call: Call) -> tuple[Tensor, Tensor]:
     """out' and lse'; without ``return_lse`` lse as it is without the sink, which nobody reads."""
+    sink = call.sink_logits()
     out, lse = tiles.forward(call)
     if sink is None:
         return out.to(call.q.dtype), lse
     ahead = lse - sink
     share = torch.sigmoid(ahead)
-    dead = lse == -torch.inf if call.structured or call.bias is not None else None
+    may_be_empty = call.structured or call.bias is not None or call.k.shape[2] == 0
+    dead = lse == -torch.inf if may_be_empty else None
     if dead is not None:
         share.masked_fill_(dead & ~sink.isnan(), 0.0)
     out = out if out.dtype == share.dtype else out.to(share.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stablemask.analysis import CLASSES, Metrics, average, capture, measure
 from stablemask.evaluation.documents import Document, cut
@@ -63,16 +63,13 @@ def past_training(
 ) -> Iterator[tuple[str, float]]:
     """Mean loss a token in sequences of 1 … 16 times the training length: ``window/16`` and so on.
 
-    Yields nothing where no document is long enough. Leaves the model on the CPU: with pinned tokens it reads
-    one token at a time, thousands of calls so small that a GPU only delays them.
+    Yields nothing where no document is long enough.
     """
     longest = TIMES[-1] * length
     if max(len(d.tokens) for d in documents) <= longest:
         return
     sequences = cut_sequences(documents, longest, _LONG_TOKENS)
     for method in METHODS:
-        if method == "pinned":
-            nn.Module.cpu(model)
         for times in TIMES:
             if why_not(model, method, times * length) is not None:
                 continue
