@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import stablemask
-from stablemask.reproduce.cells import Conditions, cell_of, path_of, to_text
+from stablemask.reproduce.cells import CORPORA, Conditions, cell_of, path_of, to_text
 from stablemask.reproduce.study import Entry, Study, load_study
 
 CONDITIONS = Conditions("cpu", "fp32", "0123456789abcdef")
@@ -24,6 +24,23 @@ ENVIRONMENT = {
     "system": "Linux",
     "date": "2026-01-02",
     "transformers": "5.23.0",
+}
+
+TEXT = {
+    "title": "a text of the tests",
+    "told": {"data": "what is said of it"},
+    "source": {
+        "data": "train.jsonl",
+        "valid": "valid.jsonl",
+        "other": "other.jsonl",
+        "long": None,
+        "tokenizer": "bpe:2048",
+        "text": "0" * 32,
+    },
+    "other_begins": "^ = [^=]",
+    "tokens": {"train": 12345678, "valid": 4321, "other": 99, "long": 0},
+    "train_bytes": 1,
+    "digest": CONDITIONS.corpus,
 }
 
 Losses = Callable[[Entry, str], float]
@@ -113,6 +130,13 @@ def pair(
         for group in ("small/rope/none", "small/rope/stablemask"):
             entry = Entry(group, seed)
             write(results, entry, pretraining(entry, loss), conditions=conditions)
+
+
+def describe(results: Path, **about: Any) -> None:
+    """Say what the text of the planted cells is."""
+    path = results / CORPORA / f"{CONDITIONS.corpus}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**TEXT, **about}), encoding="utf-8")
 
 
 def other_study() -> Study:

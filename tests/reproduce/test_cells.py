@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
 from typing import NamedTuple
 
 import pytest
@@ -135,6 +134,7 @@ def test_the_file_says_what_made_it(made: Made) -> None:
     assert document["version"] == stablemask.__version__
     assert document["command"] == "a command"
     assert document["source"] == cells.source_digest()
+    assert document.get("commit") == cells.source_commit()
     assert document["environment"]["torch"] == torch.__version__
     assert document["seconds"] > 0
     settings = document["settings"]
@@ -146,10 +146,26 @@ def test_the_file_says_what_made_it(made: Made) -> None:
     assert str(made.job.corpus) not in made.path.read_text(encoding="utf-8"), "no path of this machine"
 
 
+def test_the_text_is_described_once(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = (made.job.results / cells.CORPORA).iterdir()
+    assert path.name == f"{small.corpus().digest}.json"
+    about = json.loads(path.read_text(encoding="utf-8"))
+    assert about == small.corpus().about
+    assert about["source"]["valid"] == "valid.jsonl"
+    monkeypatch.setattr(cells, "_pretraining", lambda *_: {})
+    job = job_of(tmp_path)
+    described = job.results / cells.CORPORA / path.name
+    described.parent.mkdir(parents=True)
+    described.write_text("by hand", encoding="utf-8")
+    work(job, ENTRY)
+    assert described.read_text(encoding="utf-8") == "by hand"
+
+
 def test_the_file_is_the_only_one(made: Made) -> None:
     assert made.path == made.job.path(ENTRY)
-    assert list(made.job.results.iterdir()) == [made.path]
-    assert cells.read_all(made.job.results) == [made.document]
+    results = made.job.results
+    assert sorted(results.iterdir()) == sorted([made.path, results / cells.CORPORA])
+    assert cells.read_all(results) == [made.document], "what describes the text is no cell"
     assert made.shares == sorted(made.shares)
 
 
@@ -184,7 +200,7 @@ def test_the_same_cell_has_the_same_values_and_another_seed_has_others(tmp_path:
     other = json.loads(work(job, ENTRY._replace(seed=1)).read_text(encoding="utf-8"))
     assert other["values"]["curve/5"] != again["values"]["curve/5"]
     assert weights.read_bytes() == before, "those of seed 0 are kept"
-    assert len(list(job.results.iterdir())) == 2
+    assert len(cells.read_all(job.results)) == 2
 
 
 def test_a_cell_computes_in_one_thread_and_gives_the_others_back(
@@ -324,17 +340,3 @@ def test_text_of_a_document_reads_back() -> None:
     document = {"a": 1, "b": {"c": [1, 2.5, {"d": None}], "e": "ü\n"}, "f": {}, "g": [1]}
     assert json.loads(cells.to_text(document)) == document
     assert '  "c": [1, 2.5, {"d": null}],\n' in cells.to_text(document)
-
-
-def test_the_digest_of_the_source_is_of_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "stablemask"
-    copytree(Path(stablemask.__file__).parent, package)
-    monkeypatch.setattr(stablemask, "__file__", str(package / "__init__.py"))
-    digest = cells.source_digest.__wrapped__
-    before = digest()
-    assert before == cells.source_digest()
-    (package / "model" / "note.txt").write_text("no code", encoding="utf-8")
-    assert digest() == before
-    with (package / "model" / "loss.py").open("a", encoding="utf-8") as file:
-        file.write("#")
-    assert digest() != before

@@ -114,6 +114,7 @@ def test_lines_that_begin_documents_of_the_other_text(tmp_path: Path, source: So
     corpus = prepared(tmp_path, replace(source, other=str(path), other_begins="^ = [^=]"))
     first, second = (corpus.tokenizer.decode(d.tokens[1:]) for d in corpus.documents["other"])
     assert (first.split()[1], second.split()[1]) == ("One", "Two")
+    assert corpus.about["other_begins"] == "^ = [^=]", "whoever prepares it again has to know"
 
 
 def test_equal_texts_have_one_digest_wherever_they_lie(tmp_path: Path, source: Source) -> None:

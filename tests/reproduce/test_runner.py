@@ -145,7 +145,8 @@ def test_cells_being_worked_on_are_given_up_when_time_is_up(
     last = Entry(ALIBI, 0)
     assert run(job, [QUICK, LONG, last], seconds=1e5, on_state=on_state) == [LONG, last]
     assert missing(job, [QUICK, LONG, last]) == [LONG, last]
-    assert list(job.results.iterdir()) == [job.path(QUICK)], "nothing half-written either"
+    left = [path for path in job.results.iterdir() if path.is_file()]
+    assert left == [job.path(QUICK)], "nothing half-written either"
     assert [state.message for state in states if state.message] == [f"1/3  {NONE}, seed 0"]
     assert states[-1].share < 0.9
     assert not multiprocessing.active_children()

@@ -13,6 +13,8 @@ corpus, the device type, the version of the package and ``code`` of the study. M
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from stablemask.reproduce.study import POSITION_TASKS, Entry, Study
 from stablemask.training.recipe import Precision, Recipe
 
 PRETRAINING = "pretraining"
+CORPORA = "corpora"  # the folder beside cells that says what their texts are
 POSITION_LENGTH = 64
 _POSITION_UPDATES = 600
 
@@ -133,7 +136,7 @@ def work(job: Job, entry: Entry, on_share: OnShare = lambda _: None) -> Path:
         entry: Which model.
         on_share: Called now and then with the share of the work that is done.
     """
-    began, source = time.perf_counter(), source_digest()
+    began, source, commit = time.perf_counter(), source_digest(), source_commit()
     cell = cell_of(job.study, entry, job.conditions)
     with threads(1):
         if is_position(entry):
@@ -148,12 +151,15 @@ def work(job: Job, entry: Entry, on_share: OnShare = lambda _: None) -> Path:
         **found,
         "version": stablemask.__version__,
         "source": source,
+        **({} if commit is None else {"commit": commit}),
         "command": job.command,
         "seconds": round(time.perf_counter() - began, 1),
         "environment": {**environment(), "transformers": transformers.__version__},
     }
     path = job.path(entry)
     write_text(path, to_text(document))
+    if cell.suite == PRETRAINING:
+        _keep_corpus(job.results, _opened(job.corpus))
     return path
 
 
@@ -185,8 +191,31 @@ def source_digest() -> str:
 
 
 @cache
+def source_commit() -> str | None:
+    """Of the git checkout that the package lies in, "-dirty" behind it after a change; else None."""
+    git, root = shutil.which("git"), Path(stablemask.__file__).parent
+    if git is None or _git(git, root, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _git(git, root, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")
+
+
+def _git(git: str, root: Path, *words: str) -> str | None:
+    """What git answers; None where it refuses."""
+    command = [git, "-C", str(root), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - all words are ours
+    return None if done.returncode else done.stdout.strip()
+
+
+@cache
 def _opened(folder: Path) -> Corpus:
     return open_corpus(folder)
+
+
+def _keep_corpus(results: Path, corpus: Corpus) -> None:
+    """What the text is, for readers of the results; one that was described before is left as it is."""
+    path = results / CORPORA / f"{corpus.digest}.json"
+    if not path.exists():
+        write_text(path, json.dumps(corpus.about, indent=1) + "\n")
 
 
 def _pretraining(job: Job, entry: Entry, on_share: OnShare) -> Document:

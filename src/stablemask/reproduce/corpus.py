@@ -120,6 +120,7 @@ def prepare_corpus(folder: Path, source: Source, cache: str | None = None) -> No
     about = {
         "format": _FORMAT,
         "source": described,
+        "other_begins": source.other_begins,
         "tokens": {"train": splits.train.tokens.length, **counts},
         "train_bytes": splits.train.tokens.text_bytes,
         "digest": _digest(folder),
