@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from stablemask.reproduce import gather, judge, page, pictures
+from stablemask.reproduce import cells, gather, judge, page, pictures
 from stablemask.reproduce.paper import load_paper
 from stablemask.reproduce.study import Entry, load_claims, load_study
 from tests.reproduce import planted
 
 ITEMS = load_paper()
+ROOT = Path(__file__).parents[2]
 
 
 def write(results: Path, target: Path) -> str:
@@ -59,6 +60,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             values = {"mapping": value + seed / 1000, "identification": value, "odd_even": value}
             planted.write(folder, Entry(f"position/rope/{remedy}", seed), {"values": values})
     heads(folder)
+    planted.describe(folder)
     return folder
 
 
@@ -100,26 +102,30 @@ def test_links_lead_somewhere(text: str, written: Path) -> None:
 def test_an_item_has_the_papers_words_the_numbers_and_the_verdict(text: str) -> None:
     part = section(text, "table-1")
     assert "Models with StableMask have the lower perplexity, with ALiBi and RoPE, at every size." in part
-    assert "perplexities are not comparable" in part
+    assert "they are not comparable" in part
+    assert "|  | perplexity, paper | measured, text: a text of the tests | parameters here | seeds |" in part
     (claim,) = (line for line in part.splitlines() if line.startswith("| rope-small |"))
-    cells = [cell.strip() for cell in claim.split("|")[1:-1]]
-    assert float(cells[3].split()[0].replace("−", "-")) == pytest.approx(-0.02, abs=0.002)
-    assert "(−2.0 %)" in cells[3] or "(−2.1 %)" in cells[3]
-    assert all(" to " in cell for cell in cells[4:6]), "an interval from seeds, and one from documents"
-    assert (cells[1], cells[6:]) == ("holds", ["−0.005", "5 of 5"])
+    columns = [cell.strip() for cell in claim.split("|")[1:-1]]
+    assert columns[3] == "−0.0184 (−1.8 %)", "27.4 and 26.9 in the paper"
+    assert float(columns[4].split()[0].replace("−", "-")) == pytest.approx(-0.02, abs=0.002)
+    assert "(−2.0 %)" in columns[4] or "(−2.1 %)" in columns[4]
+    assert all(" to " in cell for cell in columns[5:7]), "an interval from seeds, and one from documents"
+    assert (columns[1], columns[7:]) == ("holds", ["−0.005", "5 of 5"])
     (row,) = (line for line in part.splitlines() if line.startswith("| OpenLLaMA, RoPE, 71M |"))
-    assert re.fullmatch(r"\| OpenLLaMA, RoPE, 71M \| 27\.4 ± 0\.2 \| \d\d\.\d\d ± \d\.\d\d \| 5 \|", row)
+    assert re.fullmatch(
+        r"\| OpenLLaMA, RoPE, 71M \| 27\.4 ± 0\.2 \| \d\d\.\d\d ± \d\.\d\d \| 1\.4M \| 5 \|", row
+    )
     assert "stablemask reproduce table-1 --profile paper" in part
 
 
 def test_what_is_missing_is_said(text: str) -> None:
     part = section(text, "table-1")
     (row,) = (line for line in part.splitlines() if line.startswith("| BLOOM-SM, ALiBi, 71M |"))
-    assert row == "| BLOOM-SM, ALiBi, 71M | 29.0 ± 0.1 | not measured | 0 |"
+    assert row == "| BLOOM-SM, ALiBi, 71M | 29.0 ± 0.1 | not measured |  | 0 |"
     (claim,) = (line for line in part.splitlines() if line.startswith("| alibi-small |"))
     missing = "small/alibi/stablemask, small/alibi/none"
     assert claim.startswith(f"| alibi-small | not measured: no cell of {missing} |")
-    assert claim.endswith("| – | – | – | −0.005 | 0 of 3 |")
+    assert claim.endswith("| −0.0306 (−3.0 %) | – | – | – | −0.005 | 0 of 3 |")
 
 
 def test_positions(text: str) -> None:
@@ -137,8 +143,71 @@ def test_it_says_where_and_with_what(text: str, results: Path) -> None:
     assert "2026-01-02" in part
     assert f"`{planted.CONDITIONS.corpus}`" in part
     assert "| a processor | 2 | none | 2.13.0 | 5.23.0 | 3.11.7 |" in part
-    assert "a command" in part
+    assert "a command" not in part, "it may be one that nobody can type"
     assert str(results) not in text
+
+
+def test_it_says_what_the_text_is(text: str) -> None:
+    part = text.split("## What was run")[1].partition("\n## ")[0]
+    assert f"text is a text of the tests, with the digest `{planted.CONDITIONS.corpus}`" in part
+    assert "| training | train.jsonl | what is said of it | 12,345,678 |" in part
+    assert "| validation, another source | other.jsonl | – | 99 |" in part
+    assert "past the training length" not in part, "there are no long texts"
+    assert "tokenizer `bpe:2048`" in part
+    assert f"`results/corpora/{planted.CONDITIONS.corpus}.json`" in part
+    options = "--data train.jsonl --valid valid.jsonl --other other.jsonl --other-begins '^ = [^=]'"
+    assert f"stablemask reproduce table-1 --dry-run {options}\n" in part
+    assert "--seeds 5 --groups small/rope/none small/rope/stablemask\n" in part
+    assert "\nstablemask reproduce table-4 --device cpu\n" in part
+
+
+def test_a_text_that_nobody_described_has_a_digest(tmp_path: Path) -> None:
+    planted.pair(tmp_path, -0.02, seeds=1)
+    text = write(tmp_path, tmp_path / "docs" / "results.md")
+    named = f"the text {planted.CONDITIONS.corpus}"
+    assert f"measured, text: {named} |" in section(text, "table-1")
+    assert "--dry-run --data" not in text
+    planted.describe(tmp_path, title=None)
+    text = write(tmp_path, tmp_path / "docs" / "results.md")
+    assert "measured, text: train.jsonl |" in section(text, "table-1")
+
+
+def test_every_text_of_our_results_is_described() -> None:
+    digests = {d["settings"].get("corpus") for d in cells.read_all(ROOT / "results")} - {None}
+    described = {path.stem: planted.read(path) for path in (ROOT / "results" / cells.CORPORA).iterdir()}
+    assert digests == set(described), "no more and no fewer"
+    for digest, about in described.items():
+        assert about["digest"] == digest
+        assert all("/" not in str(name) for name in about["source"].values()), "no path of a machine"
+        assert set(about["told"]) == {"data", "valid", "other", "long"}
+
+
+def test_small_models_without_sinks_are_named(results: Path, text: str, tmp_path: Path) -> None:
+    said = "these small models have no sinks to begin with"
+    assert said not in text, "half of their heads are sinks"
+    for seed in range(2):
+        entry = Entry("small/rope/none", seed)
+        content = planted.pretraining(entry, planted.losses({}), **{"sink rate": 0.0})
+        planted.write(tmp_path, entry, content)
+    without = write(tmp_path, tmp_path / "docs" / "results.md")
+    for item in ("figure-1b", "figure-4d"):
+        assert f"In all 2 cells of small/rope/none the sink rate is 0: {said}" in section(without, item)
+    assert without.count(said) == 2
+    planted.write(tmp_path, entry, {**content, "values": {**content["values"], "sink rate": 0.03}})
+    assert said not in write(tmp_path, tmp_path / "docs" / "results.md")
+
+
+def test_a_claim_without_losses_of_documents_rests_on_its_seeds(text: str) -> None:
+    (claim,) = re.findall(r"^\| tokens-1 \|.*$", section(text, "table-2-tokens"), re.MULTILINE)
+    columns = [cell.strip() for cell in claim.split("|")[1:-1]]
+    assert " to " in columns[5]
+    assert columns[6] == "none: seeds alone"
+    assert "none: seeds alone" in text.split("## How verdicts are made")[1].partition("\n## ")[0]
+
+
+def test_a_commit_stands_beside_the_source(tmp_path: Path) -> None:
+    planted.write(tmp_path, Entry("sizes/71m", 0), {"values": {"named": 71.9}}, commit="0123abcd")
+    assert f"({'0' * 16}, commit 0123abcd) | 1 |" in write(tmp_path, tmp_path / "results.md")
 
 
 def test_the_same_cells_give_the_same_files(results: Path, written: Path, tmp_path: Path) -> None:

@@ -39,12 +39,14 @@ def test_what_does_not_exist_is_found() -> None:
         item(id="a", tables=(wrong_group,)),
         item(id="b", tables=(wrong_metric,)),
         item(groups=("heads/x",)),
+        item(id="d", sinks="position/rope/none"),
     ]
     claim = Claim("c", ("table-9",), "", (ClaimTerm(1.0, "position/rope/none", "valid/all"),), 0.0, 1)
     found = problems(items, [claim], load_study())
     assert "a: a: no group 'small/rope/nothing'" in found
     assert "b: OpenLLaMA: small/rope/none has no metric 'curve/9'" in found
     assert "table-2-tokens: no group 'heads/x'" in found
+    assert "d: position/rope/none has no metric 'sink rate'" in found
     assert "claim c: position/rope/none has no metric 'valid/all'" in found
     assert "claim c: no item 'table-9'" in found
 
@@ -209,12 +211,15 @@ def test_printed_values_stand_beside_measured_ones(tmp_path: Path) -> None:
         table = {"positions": planted.POSITIONS, "tokens": [planted.TOKENS] * 3, "nats": nats}
         planted.write(tmp_path, entry, {"values": {}, "documents": {"valid": table}})
     found = gather.gather(tmp_path, load_study())
-    rows = {row[0]: row[1:] for row in grid(found, ITEMS["table-3-tokens"].tables[0]).rows}
+    made = grid(found, ITEMS["table-3-tokens"].tables[0])
+    text = f"measured, text: the text {planted.CONDITIONS.corpus}"
+    assert made.columns == ("", "perplexity, paper", text, "parameters here", "seeds")
+    rows = {row[0]: row[1:] for row in made.rows}
     values = [math.exp(3.0), math.exp(3.2)]
     mean, spread = sum(values) / 2, abs(values[0] - values[1]) / math.sqrt(2)
-    assert rows["Baseline"] == ("22.5", f"{mean:.2f} ± {spread:.2f}", "2")
-    assert rows["StableMask"] == ("21.1", "not measured", "0")
-    assert rows["learned sink"] == ("–", "not measured", "0")
+    assert rows["Baseline"] == ("22.5", f"{mean:.2f} ± {spread:.2f}", "1.4M", "2")
+    assert rows["StableMask"] == ("21.1", "not measured", "", "0")
+    assert rows["learned sink"] == ("–", "not measured", "", "0")
 
 
 def test_several_columns_have_a_line_for_the_paper_and_one_for_us(tmp_path: Path) -> None:
@@ -225,6 +230,51 @@ def test_several_columns_have_a_line_for_the_paper_and_one_for_us(tmp_path: Path
     assert made.rows[at] == ("RoPE", "paper", "25.3", "24.7", "43.1")
     assert made.rows[at + 1] == ("", "measured", "1.6", "50.0", "50.0")
     assert made.rows[-1] == ("RoPE + StableMask", "measured", *["not measured"] * 3)
+
+
+def test_text_and_size_stand_beside_several_columns_too(tmp_path: Path) -> None:
+    entry = Entry("medium/rope/none", 0)
+    planted.write(tmp_path, entry, {"values": {"curve/1": math.log(50.0)}})
+    planted.describe(tmp_path)
+    table = replace(
+        ITEMS["table-2-tokens"].tables[0],
+        rows=(Row("ours", (15.4,) * 5, group="medium/rope/none"), Row("none", (1.0,) * 5)),
+    )
+    rows = grid(gather.gather(tmp_path, load_study()), table).rows
+    assert rows[0] == ("ours", "paper", *["15.4"] * 5)
+    assert rows[1][:3] == ("", "measured, text: a text of the tests, 6.2M", "50.00")
+    assert rows[3][:3] == ("", "measured", "")
+
+
+def test_a_table_that_is_not_printed_names_the_text_in_its_title(tmp_path: Path) -> None:
+    scaling = ITEMS["figure-4-scaling"].tables[0]
+    assert grid(gather.gather(tmp_path, load_study()), scaling).title == scaling.title
+    planted.pair(tmp_path, -0.02, seeds=1)
+    planted.describe(tmp_path)
+    made = grid(gather.gather(tmp_path, load_study()), scaling)
+    assert made.title == f"{scaling.title}; text: a text of the tests"
+
+
+@pytest.mark.parametrize(
+    ("claim", "where", "expected"),
+    [
+        ("rope-small", "table-1", math.log(26.9 / 27.4)),
+        ("alibi-medium", "table-1", math.log(26.1 / 27.6)),
+        ("rope-small", "figure-4-scaling", None),
+        ("rope-small-other-domain", "table-1", None),
+        ("tokens-4", "table-2-tokens", math.log(11.3 / 11.7)),
+        ("learned-token-helps", "table-3-tokens", math.log(21.6 / 22.5)),
+        ("constant-differs-from-zero", "table-3-values", math.log(21.5 / 22.2)),
+        ("headwise", "table-3-values", None),
+        ("position-1-fails-alibi", "table-4", 0.217 - 0.5),
+        ("position-1-solved-alibi", "table-4", None),
+    ],
+)
+def test_the_papers_own_difference(claim: str, where: str, expected: float | None) -> None:
+    (asked,) = (each for each in load_claims() if each.id == claim)
+    assert where in asked.items
+    found = tables.printed_effect(asked, ITEMS[where].tables)
+    assert found == (expected if expected is None else pytest.approx(expected))
 
 
 def test_values_are_shown_as_printed(tmp_path: Path) -> None:

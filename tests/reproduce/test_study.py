@@ -1,6 +1,10 @@
 """The study and the claims that come with the package: what is asked is trained and measured."""
 
+import hashlib
+import shutil
+import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from stablemask.evaluation.position_tasks import RELATIVE, REMEDIES
-from stablemask.reproduce import cells, measurements
+from stablemask.reproduce import cells, measurements, page
 from stablemask.reproduce.cells import Conditions, Document, Job, is_position, work
 from stablemask.reproduce.corpus import open_corpus, prepare_corpus
 from stablemask.reproduce.judge import metric_of
 from stablemask.reproduce.study import Claim, Entry, Study, load_claims, load_study
 from tests.reproduce import small
 
+ROOT = Path(__file__).parents[2]
 HEADLINE = ("small/rope/none", "small/rope/stablemask")
 
 
@@ -227,3 +232,34 @@ def test_two_claims_of_one_id_are_refused(tmp_path: Path) -> None:
     path.write_text(CLAIMS.replace('"better-{each}"', '"solved"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"claims: got \['solved'\] more than once"):
         load_claims(path)
+
+
+FIXED = "05ccebd"  # the commit that fixed claims and rule, before any model of the study was trained
+DIGEST = "d3c24a93ba125f98"
+
+
+def asked(found: Sequence[Claim]) -> list[Claim]:
+    """Claims without the words in which they are told."""
+    return [replace(claim, says="") for claim in found]
+
+
+def test_claims_are_those_that_were_fixed_before_the_runs() -> None:
+    assert hashlib.sha256(repr(asked(claims())).encode()).hexdigest()[:16] == DIGEST
+    eased = [replace(claims()[0], smallest=0.004), *claims()[1:]]
+    assert asked(eased) != asked(claims())
+
+
+@pytest.mark.parametrize("name", ["claims.toml", "statistics.py"])
+def test_the_page_names_the_commit_that_fixed_them(name: str, tmp_path: Path) -> None:
+    path = f"src/stablemask/reproduce/{name}"
+    git = shutil.which("git")
+    command = [git or "git", "-C", str(ROOT), "show", f"{FIXED}:{path}"]
+    done = subprocess.run(command, capture_output=True, check=False) if git else None
+    if done is None or done.returncode:
+        pytest.skip(f"no history with commit {FIXED} here")
+    assert f"commit `{FIXED}`" in page._RULE
+    if name == "claims.toml":
+        (tmp_path / name).write_bytes(done.stdout)
+        assert asked(load_claims(tmp_path / name)) == asked(claims())
+    else:
+        assert done.stdout == (ROOT / path).read_bytes()

@@ -7,11 +7,11 @@ matter here: a change of the code that alters results raises ``code`` of the stu
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import stablemask
-from stablemask.reproduce.cells import PRETRAINING, Conditions, Document, cell_of, read_all
+from stablemask.reproduce.cells import CORPORA, PRETRAINING, Conditions, Document, cell_of, read_all
 from stablemask.reproduce.study import Entry, Study
 
 _NOTHING = Conditions("cpu", "fp32", "")
@@ -41,11 +41,19 @@ class Found:
         conditions: Of all that learned from the text.
         cells: By model.
         left_out: How many others there are: of other Conditions, or of a study that was changed since.
+        text: What the text is, as the file of its digest says in the folder ``corpora`` beside the cells.
     """
 
     conditions: Conditions
     cells: dict[Entry, Document]
     left_out: int
+    text: Document = field(default_factory=dict)
+
+    @property
+    def text_name(self) -> str:
+        """What a reader calls the text."""
+        named = self.text.get("title") or self.text.get("source", {}).get("data")
+        return str(named) if named else f"the text {self.conditions.corpus}"
 
     def seeds(self, group: str) -> list[int]:
         """Of which a group has finished cells."""
@@ -63,7 +71,13 @@ def gather(results: Path, study: Study, wanted: Wanted | Conditions = Wanted()) 
     cells = {_entry(d): d for d in documents if _is_cell(d, study, conditions)}
     for suite in sorted({d["suite"] for d in documents} - {d["suite"] for d in cells.values()}):
         cells |= _of_another_device(suite, documents, study, conditions)
-    return Found(conditions, cells, len(documents) - len(cells))
+    return Found(conditions, cells, len(documents) - len(cells), _text(results, conditions.corpus))
+
+
+def _text(results: Path, digest: str) -> Document:
+    path = results / CORPORA / f"{digest}.json"
+    found: Document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def _choose(documents: Sequence[Document], study: Study, wanted: Wanted) -> Conditions:

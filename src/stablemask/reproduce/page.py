@@ -9,6 +9,8 @@ from stablemask.analysis.figures import save_figure
 from stablemask.analysis.palette import Theme
 from stablemask.evaluation.cells import write_text
 from stablemask.reproduce import tables
+from stablemask.reproduce.cells import CORPORA
+from stablemask.reproduce.commands import commands
 from stablemask.reproduce.gather import Found
 from stablemask.reproduce.judge import Judged
 from stablemask.reproduce.paper import Item
@@ -28,9 +30,9 @@ files in `results/`, one for each trained or measured model, by `stablemask repr
 nothing in it is written by hand.
 
 The models are small and were trained for minutes. What is asked is whether the *direction* of a claim shows
-at this scale, not whether the paper's perplexities come out: texts and sizes differ. The claims, the
-smallest effect that counts and the number of seeds were fixed before the runs, in `claims.toml` of
-`stablemask.reproduce`."""
+at this scale, not whether the paper's perplexities come out: text, vocabulary and sizes differ, and no
+perplexity measured here may be held against one of the paper. The claims, the smallest effect that counts and
+the number of seeds were fixed before the runs."""
 
 _RULE = """\
 A claim is a difference that ought to be negative. Models of one seed began with the same weights and read
@@ -44,9 +46,31 @@ documents are known.
 - **undecided at this scale**: anything else, and anything with fewer seeds than were set.
 - **not measured**: cells are missing.
 
+Where it says "none: seeds alone", losses were not kept document by document, as with learning curves, lengths
+past training, shares of attention and position tasks: there is no bootstrap, and the verdict rests on the
+interval from the seeds.
+
 Differences of losses are in nats per token, in brackets as a change of perplexity; those of shares and
-accuracies are fractions of 1. Where a claim has a bound, the difference is the distance to it. In tables, ±
-is the standard deviation over seeds; beside the paper's values it is the paper's."""
+accuracies are fractions of 1. Where a claim has a bound, the difference is the distance to it. "The paper's
+difference" is that of the values which it prints, in the same unit, of its own models and text and without
+their ±; – where it does not print all of them. In tables, ± is the standard deviation over seeds; beside the
+paper's values it is the paper's.
+
+The rule and the claims, with the smallest effects and the numbers of seeds, are those of commit `05ccebd` of
+2026-11-19, made before any language model of the study was trained. Neither file was changed since:
+
+```bash
+git log --oneline -- src/stablemask/reproduce/statistics.py src/stablemask/reproduce/claims.toml
+```"""
+
+_COMMANDS = "Each cell says what was typed for it. These lines make such cells anywhere:"
+
+_SETS = (
+    ("data", "train", "training"),
+    ("valid", "valid", "validation"),
+    ("other", "other", "validation, another source"),
+    ("long", "long", "past the training length"),
+)
 
 
 def write_page(
@@ -65,7 +89,7 @@ def write_page(
         if old not in written:
             old.unlink()
     has_construction = (folder / f"{_CONSTRUCTION}.svg").exists()
-    text = "\n\n".join(_blocks(items, judged, found, drawn, has_construction=has_construction))
+    text = "\n\n".join(_blocks(items, judged, found, drawn, study, has_construction=has_construction))
     write_text(page, text + "\n")
     return [page, *written]
 
@@ -75,6 +99,7 @@ def _blocks(
     judged: Sequence[Judged],
     found: Found,
     drawn: Sequence[Picture],
+    study: Study,
     *,
     has_construction: bool,
 ) -> Iterator[str]:
@@ -95,7 +120,7 @@ def _blocks(
     yield "## How verdicts are made"
     yield _RULE
     yield "## What was run"
-    yield from _provenance(found)
+    yield from _provenance(items, judged, found, study)
     for item in items:
         yield from _item(item, _of(item, judged), found, drawn)
         if item.id == "figure-2" and has_construction:
@@ -105,9 +130,9 @@ def _blocks(
 def _item(item: Item, judged: Sequence[Judged], found: Found, drawn: Sequence[Picture]) -> Iterator[str]:
     yield f"## {item.place}: {item.title} {{ #{_anchor(item)} }}"
     yield f"**The paper.** {item.paper}"
-    yield f"**Here.** {item.repeats}"
+    yield f"**Here.** {item.repeats} {tables.without_sinks(item, found)}".rstrip()
     if judged:
-        grid = tables.claims_grid(judged)
+        grid = tables.claims_grid(judged, item.tables)
         yield _table(grid.columns, grid.rows)
     for grid in tables.grids(item, found):
         yield f"*{grid.title}*"
@@ -122,20 +147,14 @@ def _item(item: Item, judged: Sequence[Judged], found: Found, drawn: Sequence[Pi
     )
 
 
-def _provenance(found: Found) -> Iterator[str]:
+def _provenance(items: Sequence[Item], judged: Sequence[Judged], found: Found, study: Study) -> Iterator[str]:
     if not found.cells:
         yield "Nothing yet: there is no finished cell."
         return
     cells = list(found.cells.values())
     dates = sorted(cell["environment"]["date"] for cell in cells)
     hours = sum(cell["seconds"] for cell in cells) / 3600
-    conditions = found.conditions
-    trained = [
-        f"trained on {conditions.device} with products in {conditions.precision}",
-        f"on the text with the digest `{conditions.corpus}`",
-    ]
-    told = f"{len(cells)} cells, {hours:.1f} hours of work in all, from {dates[0]} to {dates[-1]}"
-    yield f"{told}; language models were {' '.join(trained)}." if conditions.corpus else f"{told}."
+    yield f"{len(cells)} cells, {hours:.1f} hours of work in all, from {dates[0]} to {dates[-1]}."
     if found.left_out:
         verb = "is" if found.left_out == 1 else "are"
         yield (
@@ -145,14 +164,43 @@ def _provenance(found: Found) -> Iterator[str]:
     machines = Counter(_machine(cell) for cell in cells)
     columns = ("machine", "cores", "GPU", "PyTorch", "transformers", "Python", "stablemask", "cells")
     yield _table(columns, [(*machine, str(count)) for machine, count in sorted(machines.items())])
-    commands = list(dict.fromkeys(sorted(cell["command"] for cell in cells)))
-    yield "```bash\n" + "\n".join(commands) + "\n```"
+    if found.conditions.corpus:
+        yield from _text(found)
+    yield _COMMANDS
+    lines = commands(items, [each.claim for each in judged], study, found)
+    yield "```bash\n" + "\n".join(lines) + "\n```"
+
+
+def _text(found: Found) -> Iterator[str]:
+    """What the models of language learned from and were measured on."""
+    conditions, about = found.conditions, found.text
+    yield (
+        f"Language models were trained on {conditions.device} with products in {conditions.precision}. Their "
+        f"text is {found.text_name}, with the digest `{conditions.corpus}`."
+    )
+    if not about:
+        return
+    source, told = about["source"], about.get("told", {})
+    rows = [
+        (title, source[name] or "held out", told.get(name, "–"), f"{about['tokens'][key]:,}")
+        for name, key, title in _SETS
+        if about["tokens"][key]
+    ]
+    yield _table(("", "file or folder", "what it is", "tokens"), rows)
+    yield (
+        f"Tokens and perplexities are of the tokenizer `{source['tokenizer']}`. This table is from "
+        f"`results/{CORPORA}/{conditions.corpus}.json`. The first line below, which trains nothing, prepares "
+        "such a text from files of your own that have these names; where its digest is another one, so are "
+        "the values."
+    )
 
 
 def _machine(cell: dict[str, Any]) -> tuple[str, ...]:
     about = cell["environment"]
     names = ("cpu", "cores", "gpu", "torch", "transformers", "python")
-    return (*(str(about.get(name, "–")) for name in names), f"{cell['version']} ({cell['source']})")
+    commit = [f"commit {cell['commit']}"] if "commit" in cell else []
+    made = f"{cell['version']} ({', '.join([cell['source'], *commit])})"
+    return (*(str(about.get(name, "–")) for name in names), made)
 
 
 def _of(item: Item, judged: Sequence[Judged]) -> list[Judged]:

@@ -82,6 +82,7 @@ class Item:
         recipes: What repeats it in full, beside the recipes of its rows.
         commands: Likewise; RECIPE stands for every recipe whose name begins with what is before it.
         groups: What its figure needs, beside the groups of its rows.
+        sinks: The group without whose sinks it says nothing.
         tables: Its numbers.
     """
 
@@ -93,6 +94,7 @@ class Item:
     recipes: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    sinks: str | None = None
     tables: tuple[Table, ...] = ()
 
     def all_groups(self) -> list[str]:
@@ -182,6 +184,7 @@ def problems(items: Sequence[Item], claims: Sequence[Claim], study: Study) -> li
         for metric in table.metrics or ("",)
     ]
     named += [(item.id, group, "") for item in items for group in item.groups]
+    named += [(item.id, item.sinks, "sink rate") for item in items if item.sinks is not None]
     named += [(f"claim {c.id}", term.group, term.metric) for c in claims for term in c.terms]
     found = [f"{where}: no group {group!r}" for where, group, _ in named if group not in known]
     found += [

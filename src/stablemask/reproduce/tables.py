@@ -1,16 +1,23 @@
 """Tables of an item as text: what the paper prints beside what was measured, and verdicts on its claims."""
 
+import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+import torch
+
+from stablemask.model import StableMaskForCausalLM
 from stablemask.reproduce.gather import Found
 from stablemask.reproduce.judge import Judged, metric_of
 from stablemask.reproduce.paper import Item, Printed, Row, Scale, Table
 from stablemask.reproduce.statistics import Interval
-from stablemask.reproduce.study import Entry
+from stablemask.reproduce.study import Claim, Entry
+from stablemask.training.plan import vocabulary_size
+from stablemask.training.recipe import Recipe, parse
 
 NOT_MEASURED = "not measured"
 _LOSSES = ("valid/", "other/", "curve/", "full/", "window/", "pinned/")
@@ -30,14 +37,28 @@ def grids(item: Item, found: Found) -> list[Grid]:
     return [_grid(table, found) for table in item.tables]
 
 
-def claims_grid(judged: Sequence[Judged]) -> Grid:
-    """A row for each claim."""
+def claims_grid(judged: Sequence[Judged], printed: Sequence[Table] = ()) -> Grid:
+    """A row for each claim; beside the measured difference that of the values in the tables of the paper."""
     rows = []
     for each in judged:
-        seeds = f"{len(each.seeds)} of {each.claim.seeds}"
-        rows.append((each.claim.id, verdict(each), each.claim.says, *_effect(each), _needed(each), seeds))
-    columns = ("claim", "verdict", "in words", "difference", "from seeds", "from documents", "counts from")
-    return Grid("Claims", (*columns, "seeds"), tuple(rows))
+        theirs = printed_effect(each.claim, printed)
+        about = (each.claim.id, verdict(each), each.claim.says)
+        effects = ("–" if theirs is None else _difference(each.claim, theirs), *_effect(each))
+        rows.append((*about, *effects, _needed(each), f"{len(each.seeds)} of {each.claim.seeds}"))
+    columns = ("claim", "verdict", "in words", "the paper's difference", "difference")
+    more = ("from seeds", "from documents", "counts from", "seeds")
+    return Grid("Claims", (*columns, *more), tuple(rows))
+
+
+def printed_effect(claim: Claim, printed: Sequence[Table]) -> float | None:
+    """What the paper's own values give, in the unit of the claim; None where one of them is not printed."""
+    for table in printed:
+        values = [_printed_as_measured(table, term.group, term.metric) for term in claim.terms]
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
+            weighted = (term.weight * value for term, value in zip(claim.terms, known, strict=True))
+            return claim.offset + sum(weighted)
+    return None
 
 
 def verdict(judged: Judged) -> str:
@@ -57,6 +78,21 @@ def summary(item: Item, judged: Sequence[Judged], found: Found) -> str:
     if done == len(groups):
         return "measured"
     return f"measured in part ({done} of {len(groups)} cells)" if done else NOT_MEASURED
+
+
+def without_sinks(item: Item, found: Found) -> str:
+    """That the model whose sinks an item is about has none, if its cells say so; else nothing."""
+    if item.sinks is None:
+        return ""
+    seeds = found.seeds(item.sinks)
+    rates = [metric_of(found.cells[Entry(item.sinks, seed)], "sink rate") for seed in seeds]
+    if not rates or any(rate != 0 for rate in rates):
+        return ""
+    cells = "the one cell" if len(rates) == 1 else f"all {len(rates)} cells"
+    return (
+        f"In {cells} of {item.sinks} the sink rate is 0: these small models have no sinks to begin with, so "
+        "what the paper says of sinks cannot be tested at this scale, whatever the verdicts."
+    )
 
 
 def measured(row: Row, metric: str, found: Found) -> list[float]:
@@ -80,23 +116,77 @@ def shown(values: Sequence[float], scale: Scale) -> str:
 
 def _grid(table: Table, found: Found) -> Grid:
     """The paper's values and the measured ones: side by side for one column, else one above the other."""
-    both = table.is_printed and bool(table.metrics)
-    columns = ["", *table.columns]
-    if both:
-        columns = ["", f"{table.columns[0]}, paper", "measured"] if len(columns) == 2 else ["", *columns]
-    with_seeds = any(len(found.seeds(row.group)) > 1 for row in table.rows if row.group is not None)
+    if not (table.is_printed and table.metrics):
+        return _plain(table, found)
+    return _beside(table, found) if len(table.columns) == 1 else _above(table, found)
+
+
+def _plain(table: Table, found: Found) -> Grid:
+    """Measured values alone, or the paper's where nothing is to be measured."""
+    seeds = _seeds(table, found)
+    rows = [(row.name, *_values(table, row, found), *seeds.get(row, ())) for row in table.rows]
+    title = f"{table.title}; text: {found.text_name}" if _reads_text(table, found) else table.title
+    return Grid(title, ("", *table.columns, *["seeds"] * bool(seeds)), tuple(rows))
+
+
+def _beside(table: Table, found: Found) -> Grid:
+    """With the size of the models where they read a text: neither it nor the text is the paper's."""
+    seeds, text = _seeds(table, found), _reads_text(table, found)
+    columns = ["", f"{table.columns[0]}, paper", f"measured, text: {found.text_name}" if text else "measured"]
+    rows = [
+        (
+            row.name,
+            _printed(row, 0),
+            *_values(table, row, found),
+            *[_size(row, found)] * text,
+            *seeds.get(row, ()),
+        )
+        for row in table.rows
+    ]
+    return Grid(table.title, (*columns, *["parameters here"] * text, *["seeds"] * bool(seeds)), tuple(rows))
+
+
+def _above(table: Table, found: Found) -> Grid:
+    seeds = _seeds(table, found)
     rows: list[tuple[str, ...]] = []
     for row in table.rows:
-        seeds = [str(len(found.seeds(row.group))) if row.group else ""] * with_seeds
-        values, printed = _values(table, row, found), [_printed(row, i) for i in range(len(table.columns))]
-        if not both:
-            rows.append((row.name, *values, *seeds))
-        elif len(table.columns) == 1:
-            rows.append((row.name, *printed, *values, *seeds))
-        else:
-            rows += [(row.name, "paper", *printed, *[""] * with_seeds)] * bool(row.printed)
-            rows.append(("" if row.printed else row.name, "measured", *values, *seeds))
-    return Grid(table.title, (*columns, *["seeds"] * with_seeds), tuple(rows))
+        if row.printed:
+            printed = [_printed(row, i) for i in range(len(table.columns))]
+            rows.append((row.name, "paper", *printed, *[""] * bool(seeds)))
+        size = _size(row, found)
+        what = f"measured, text: {found.text_name}, {size}" if size else "measured"
+        name = "" if row.printed else row.name
+        rows.append((name, what, *_values(table, row, found), *seeds.get(row, ())))
+    return Grid(table.title, ("", "", *table.columns, *["seeds"] * bool(seeds)), tuple(rows))
+
+
+def _seeds(table: Table, found: Found) -> dict[Row, tuple[str]]:
+    """How many there are of each row, where a row has several; else nothing."""
+    counts = {row: len(found.seeds(row.group)) for row in table.rows if row.group is not None}
+    if max(counts.values(), default=0) < 2:
+        return {}
+    return {row: (str(counts[row]) if row in counts else "",) for row in table.rows}
+
+
+def _reads_text(table: Table, found: Found) -> bool:
+    return any(_size(row, found) for row in table.rows)
+
+
+def _size(row: Row, found: Found) -> str:
+    """Parameters of a model that read the text, in millions; nothing for all others."""
+    seeds = [] if row.group is None else found.seeds(row.group)
+    if row.group is None or not seeds:
+        return ""
+    recipe = found.cells[Entry(row.group, seeds[0])]["settings"].get("recipe")
+    return "" if recipe is None else f"{_millions(json.dumps(recipe)):.1f}M"
+
+
+@cache
+def _millions(recipe: str) -> float:
+    made = parse(Recipe, json.loads(recipe), "recipe of a cell")
+    with torch.device("meta"):
+        model = StableMaskForCausalLM(made.config(vocabulary_size(made.data.tokenizer)))
+    return sum(p.numel() for p in model.parameters()) / 1e6
 
 
 def _values(table: Table, row: Row, found: Found) -> list[str]:
@@ -129,6 +219,17 @@ def _as_printed(value: Printed) -> str:
     return f"{float(digits):g}e{int(exponent)}"
 
 
+def _printed_as_measured(table: Table, group: str, metric: str) -> float | None:
+    """What the paper prints for a group, on the scale of cells: a loss, a share."""
+    row = next((row for row in table.rows if row.group == group and row.printed), None)
+    if row is None or metric not in table.metrics:
+        return None
+    value = float(row.printed[table.metrics.index(metric)])
+    if table.scale == "perplexity":
+        return math.log(value)
+    return value / 100 if table.scale == "percent" else value
+
+
 def _interval(row: Row, metric: str, found: Found) -> Interval | None:
     """That of a ratio, which was measured in rounds and not in seeds."""
     ends = [measured(row, f"{metric}/{end}", found) for end in ("low", "high")]
@@ -156,13 +257,19 @@ def _span(interval: Interval, scale: Scale) -> str:
 
 
 def _effect(judged: Judged) -> tuple[str, str, str]:
-    """Mean and both intervals; where it is a difference of losses, in per cent of perplexity as well."""
+    """Mean and both intervals; where documents have none, the seeds alone decide."""
     if judged.effect is None:
         return ("–", "–", "–")
-    mean = _minus(f"{judged.effect.mean:+.4f}")
-    if judged.claim.offset == 0 and all(term.metric.startswith(_LOSSES) for term in judged.claim.terms):
-        mean += _minus(f" ({100 * math.expm1(judged.effect.mean):+.1f} %)")
-    return mean, _ends(judged.effect.seeds), _ends(judged.effect.documents)
+    documents = "none: seeds alone" if judged.effect.documents is None else _ends(judged.effect.documents)
+    return _difference(judged.claim, judged.effect.mean), _ends(judged.effect.seeds), documents
+
+
+def _difference(claim: Claim, value: float) -> str:
+    """Where it is one of losses, in per cent of perplexity as well."""
+    text = f"{value:+.4f}"
+    if claim.offset == 0 and all(term.metric.startswith(_LOSSES) for term in claim.terms):
+        text += f" ({100 * math.expm1(value):+.1f} %)"
+    return _minus(text)
 
 
 def _ends(interval: Interval | None) -> str:
