@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stablemask.backends._call import Call, accumulate_dtype
-from stablemask.pseudo import INTEGERS, PseudoScores
+from stablemask.pseudo import INTEGERS, PseudoScores, tracing
 from stablemask.shapes import (
     DocumentIds,
     HeadSlopes,
@@ -54,7 +54,7 @@ def build_call(
     dtype = accumulate_dtype(q.dtype)
     documents = None if args.document_ids is None else _run_numbers(args.document_ids)
     position_form = args.key_positions is not None
-    logits, scores = _resolve_sink(q, sink, args, documents)
+    logits, scores = _resolve_sink(q, k.shape[2], sink, args, documents)
     return Call(
         q=q,
         k=k,
@@ -105,6 +105,7 @@ def _run_numbers(document_ids: DocumentIds) -> DocumentIds:
 
 def _resolve_sink(
     q: Tensor,
+    num_keys: int,
     sink: PseudoScores | Tensor | float | None,
     args: Arguments,
     documents: Tensor | None,
@@ -115,6 +116,8 @@ def _resolve_sink(
             rows = args.positions
         elif args.key_mask is not None or documents is not None:
             rows = count_positions(args.key_mask, documents, num_queries)
+            if not tracing():
+                return sink.counted_logits(rows, num_keys, heads, q.dtype), None
         else:
             return None, sink
         return sink.row_logits(rows, heads, q.dtype), None

@@ -144,6 +144,13 @@ class PseudoScores:
         _tables.move_to_end(key)
         return table[:, start:stop]
 
+    def counted_logits(
+        self, positions: Annotated[Tensor, "B T"], stop: int, num_heads: int, dtype: torch.dtype
+    ) -> Annotated[Tensor, "B H T"]:
+        """σ of the rows at ``positions``, all of them below ``stop``, from the table."""
+        table = self.consecutive_logits(0, stop, num_heads, dtype=dtype, device=positions.device)
+        return table[:, positions].transpose(0, 1)
+
     def dense(
         self, length: int, num_heads: int
     ) -> tuple[Annotated[Tensor, "T T"], Annotated[Tensor, "H T T"]]:

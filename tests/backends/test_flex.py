@@ -5,7 +5,15 @@ import torch
 
 from tests.contract import PARAMETERS, serve_or_refuse, truth_of
 
-EMPTY = ("no sequence", "no head", "no query", "no key, no query", "no key, non-causal", "values of width 0")
+EMPTY = (
+    "no sequence",
+    "no head",
+    "no query",
+    "no key, no query",
+    "no key, non-causal",
+    "no key, non-causal, no sink",
+    "values of width 0",
+)
 REFUSES = dict.fromkeys(EMPTY, "at least one query and one key")
 
 

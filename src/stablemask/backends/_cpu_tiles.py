@@ -52,6 +52,7 @@ class Tile(NamedTuple):
 class Plan(NamedTuple):
     """Tiles in the order in which they run; or ``whole``: no tiles, the kernel takes the entire call.
 
+    ``documents`` are the lengths of causal squares that follow each other without a gap, in all sequences.
     A whole call may carry ALiBi as slope · key index. Its scores exceed the true ones by ``row_shift``, slope
     · query index.
     """
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
     causal: bool = False
     key_bias: Annotated[Tensor, "1 H 1 Tk"] | None = None
     row_shift: Annotated[Tensor, "H Tq"] | None = None
+    documents: tuple[int, ...] = ()
 
 
 _WHOLE, _WHOLE_TRIANGLE = Plan(whole=True), Plan(whole=True, causal=True)
@@ -80,6 +82,12 @@ def forward(call: Call) -> tuple[Output, RowLogits]:
         out, lse = flash(q, k, v, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale)
         if plan.row_shift is not None:
             lse.sub_(plan.row_shift)
+    elif plan.documents:
+        out, lse = empty_results(q)
+        for *given, out_part, lse_part in _split(plan, q, k, v, out, lse):
+            out_tile, lse_tile = flash(*given, 0.0, True, scale=call.scale)
+            out_part.copy_(out_tile)
+            lse_part.copy_(lse_tile)
     else:
         out, lse = _empty_rows(q)
         for tile in plan.tiles:
@@ -105,13 +113,21 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
     if call.q.numel() == 0 or call.k.numel() == 0:
         return empty_gradient(call.q).zero_(), empty_gradient(call.k).zero_(), empty_gradient(call.v).zero_()
     plan = make_plan(call, backward=True)
-    q, k, v = _inputs(call, plan)
+    q, k, v = _inputs(call, plan._replace(reversed=False))
     grad = _unit_stride(grad)
     if plan.whole:
         lse = lse if plan.row_shift is None else lse + plan.row_shift
         dq, dk, dv = flash_backward(
             grad, q, k, v, out, lse, 0.0, plan.causal, attn_mask=plan.key_bias, scale=call.scale
         )
+        return dq, dk, dv
+    if plan.documents:
+        dq, dk, dv = (empty_gradient(t) for t in (q, k, v))
+        for *given, dq_part, dk_part, dv_part in _split(plan, grad, q, k, v, out, lse, dq, dk, dv):
+            dq_tile, dk_tile, dv_tile = flash_backward(*given, 0.0, True, scale=call.scale)
+            dq_part.copy_(dq_tile)
+            dk_part.copy_(dk_tile)
+            dv_part.copy_(dv_tile)
         return dq, dk, dv
     grad, out = grad.to(q.dtype), out.to(q.dtype)
     dq = empty_gradient(q).zero_()
@@ -134,6 +150,11 @@ def backward(call: Call, grad: Output, out: Output, lse: RowLogits) -> tuple[Que
         _part(dk, tile, tile.keys).add_(dk_tile)
         _part(dv, tile, tile.keys).add_(dv_tile)
     return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def _split(plan: Plan, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of one document after the other."""
+    return zip(*(t.split(plan.documents, 2) for t in given), strict=True)
 
 
 def _rows(t: Tensor, tile: Tile, plan: Plan) -> Tensor:
@@ -197,6 +218,8 @@ def make_plan(call: Call, *, backward: bool = False) -> Plan:
         return Plan(whole=True, causal=True, key_bias=key_bias[None, :, None, :], row_shift=key_bias)
     if call.causal and not single and not (unmasked and square):
         return Plan(_bands(call, segments), reversed=True)
+    if square and len(segments) == 1 and sum(stop - start for start, stop in segments[0]) == num_keys:
+        return Plan(documents=tuple(stop - start for start, stop in segments[0]))
     return Plan(_rectangles(call, segments))
 
 
