@@ -240,9 +240,11 @@ def test_text_and_size_stand_beside_several_columns_too(tmp_path: Path) -> None:
         ITEMS["table-2-tokens"].tables[0],
         rows=(Row("ours", (15.4,) * 5, group="medium/rope/none"), Row("none", (1.0,) * 5)),
     )
-    rows = grid(gather.gather(tmp_path, load_study()), table).rows
+    made = grid(gather.gather(tmp_path, load_study()), table)
+    assert made.title == f"{table.title}; 6.2M parameters, trained on a text of the tests"
+    rows = made.rows
     assert rows[0] == ("ours", "paper", *["15.4"] * 5)
-    assert rows[1][:3] == ("", "measured, text: a text of the tests, 6.2M", "50.00")
+    assert rows[1][:3] == ("", "measured", "50.00")
     assert rows[3][:3] == ("", "measured", "")
 
 
@@ -250,9 +252,11 @@ def test_a_table_that_is_not_printed_names_the_text_in_its_title(tmp_path: Path)
     scaling = ITEMS["figure-4-scaling"].tables[0]
     assert grid(gather.gather(tmp_path, load_study()), scaling).title == scaling.title
     planted.pair(tmp_path, -0.02, seeds=1)
+    entry = Entry("medium/rope/none", 0)
+    planted.write(tmp_path, entry, planted.pretraining(entry, planted.losses({})))
     planted.describe(tmp_path)
     made = grid(gather.gather(tmp_path, load_study()), scaling)
-    assert made.title == f"{scaling.title}; text: a text of the tests"
+    assert made.title == f"{scaling.title}; 1.4M and 6.2M parameters, trained on a text of the tests"
 
 
 @pytest.mark.parametrize(

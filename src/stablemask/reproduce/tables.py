@@ -125,8 +125,7 @@ def _plain(table: Table, found: Found) -> Grid:
     """Measured values alone, or the paper's where nothing is to be measured."""
     seeds = _seeds(table, found)
     rows = [(row.name, *_values(table, row, found), *seeds.get(row, ())) for row in table.rows]
-    title = f"{table.title}; text: {found.text_name}" if _reads_text(table, found) else table.title
-    return Grid(title, ("", *table.columns, *["seeds"] * bool(seeds)), tuple(rows))
+    return Grid(_title(table, found), ("", *table.columns, *["seeds"] * bool(seeds)), tuple(rows))
 
 
 def _beside(table: Table, found: Found) -> Grid:
@@ -153,11 +152,16 @@ def _above(table: Table, found: Found) -> Grid:
         if row.printed:
             printed = [_printed(row, i) for i in range(len(table.columns))]
             rows.append((row.name, "paper", *printed, *[""] * bool(seeds)))
-        size = _size(row, found)
-        what = f"measured, text: {found.text_name}, {size}" if size else "measured"
         name = "" if row.printed else row.name
-        rows.append((name, what, *_values(table, row, found), *seeds.get(row, ())))
-    return Grid(table.title, ("", "", *table.columns, *["seeds"] * bool(seeds)), tuple(rows))
+        rows.append((name, "measured", *_values(table, row, found), *seeds.get(row, ())))
+    columns = ("", "", *table.columns, *["seeds"] * bool(seeds))
+    return Grid(_title(table, found), columns, tuple(rows))
+
+
+def _title(table: Table, found: Found) -> str:
+    """With text and sizes of the models, where they read a text."""
+    sizes = " and ".join(dict.fromkeys(size for row in table.rows if (size := _size(row, found))))
+    return f"{table.title}; {sizes} parameters, trained on {found.text_name}" if sizes else table.title
 
 
 def _seeds(table: Table, found: Found) -> dict[Row, tuple[str]]:
