@@ -18,8 +18,9 @@ from torch import Tensor
 
 from stablemask.backends import _cpu_tiles as tiles
 from stablemask.backends._call import Call
+from stablemask.backends._eager import make_eager, watched, watched_backward
 from stablemask.backends._stock import sink_gradient, through_lse
-from stablemask.pseudo import in_function_transform, tracing
+from stablemask.pseudo import in_function_transform
 from stablemask.shapes import Output, RowLogits
 
 _GEOMETRY = (
@@ -55,24 +56,15 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Output, RowLogits]:
     """out' and, where it is wanted, lse', differentiable in q, k, v and the sink."""
-    if _watched(call.q):
-        operator: Any = torch.ops.stablemask.cpu_flash
-    elif call.needs_grad():
-        operator = _Eager.apply
-    else:
+    if not call.needs_grad() and not watched(call.q):
         return _compute(call)
-    out, lse = operator(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
+    out, lse = _flash(call.q, call.k, call.v, call.sink_logits(), *_geometry(call))
     return out, lse
 
 
 def infer(call: Call) -> Output:
     """out' alone."""
     return _compute(call)[0]
-
-
-def _watched(q: Tensor) -> bool:
-    """Whether a compiler or a subclass of tensors has to see the operator, and not what it is made of."""
-    return tracing() or type(q) is not Tensor
 
 
 def _geometry(call: Call) -> tuple[Any, ...]:
@@ -166,7 +158,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
     geometry = (*tensors, *ctx.scalars)
 
     def backward(*operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if _watched(q) or torch.is_grad_enabled():
+        if watched_backward(q):
             dq, dk, dv = torch.ops.stablemask.cpu_flash_backward(*operands, *geometry)
             return dq, dk, dv
         return _backward(*operands, *geometry)
@@ -181,19 +173,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
     if ctx.needs_input_grad[3]:
         dsink = sink_gradient(sink, grad, grad_lse, out, lse)
     return dq, dk, dv, dsink, *unused
-
-
-class _Eager(torch.autograd.Function):
-    """The operator without its dispatch, which costs a third of a millisecond a training step and layer."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """With ``setup_context`` PyTorch would inspect the signature of this at every call."""
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_differentiate)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -224,3 +203,4 @@ def _register() -> None:
 
 
 _register()
+_flash = make_eager(torch.ops.stablemask.cpu_flash, _forward, _setup, _differentiate)

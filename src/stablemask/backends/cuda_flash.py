@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stablemask.backends._call import Call
+from stablemask.backends._eager import make_eager, watched_backward
 from stablemask.backends._stock import sink_gradient, through_lse
 from stablemask.pseudo import in_function_transform
 from stablemask.shapes import Keys, Output, Queries, RowLogits, Values
@@ -79,9 +80,7 @@ def run(call: Call) -> tuple[Output, RowLogits]:
     scores = call.scores if call.scores is not None and call.scores.base > -torch.inf else None
     gammas = None if scores is None else scores.gamma_values(call.q.shape[1])
     horizon, base = (None, 0.0) if scores is None else (scores.horizon, scores.base)
-    out, lse = torch.ops.stablemask.cuda_flash(
-        call.q, call.k, call.v, call.sink, gammas, horizon, base, causal, call.scale
-    )
+    out, lse = _flash(call.q, call.k, call.v, call.sink, gammas, horizon, base, causal, call.scale)
     return out, lse
 
 
@@ -180,9 +179,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sink, out, lse = ctx.saved_tensors
 
-    def backward(*operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.ops.stablemask.cuda_flash_backward(*operands, *ctx.geometry)
-        return dq, dk, dv
+    def backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if watched_backward(q):
+            dq, dk, dv = torch.ops.stablemask.cuda_flash_backward(*operands, *ctx.geometry)
+            return dq, dk, dv
+        return _backward(*operands, *ctx.geometry)
 
     dq = dk = dv = dsink = None
     if grad is not None:
@@ -223,3 +224,4 @@ def _register() -> None:
 
 
 _register()
+_flash = make_eager(torch.ops.stablemask.cuda_flash, _forward, _setup, _differentiate)

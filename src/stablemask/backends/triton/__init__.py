@@ -10,7 +10,7 @@ import importlib.util
 import torch
 
 from stablemask.backends._call import Call
-from stablemask.backends.triton import _operators  # noqa: F401 - registers the operators
+from stablemask.backends.triton import _operators
 from stablemask.backends.triton._bounds import bounds
 from stablemask.backends.triton._tiles import MAX_WIDTH
 from stablemask.pseudo import in_function_transform
@@ -46,7 +46,7 @@ def run(call: Call) -> tuple[Output, RowLogits]:
     """out' and lse', differentiable in q, k, v and the sink."""
     rows, keys = bounds(call)
     scores = call.scores if call.scores is not None and call.scores.base > -torch.inf else None
-    out, lse = torch.ops.stablemask.triton_forward(
+    out, lse = _operators.attend(
         call.q,
         call.k,
         call.v,

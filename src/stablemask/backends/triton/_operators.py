@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stablemask.backends._eager import make_eager, watched_backward
+
 _GEOMETRY = "bool causal, float scale, SymInt? window, bool holes"
 _FORWARD = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? slopes, Tensor? rows, Tensor? keys, "
@@ -61,9 +63,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
     dq = dk = dv = dsink = None
     if grad is not None or grad_lse is not None:
         grad = torch.zeros_like(out) if grad is None else grad
-        dq, dk, dv, delta = torch.ops.stablemask.triton_backward(
-            grad, grad_lse, q, k, v, out, lse, slopes, rows, keys, *ctx.geometry
-        )
+        backward = torch.ops.stablemask.triton_backward if watched_backward(q) else _backward
+        dq, dk, dv, delta = backward(grad, grad_lse, q, k, v, out, lse, slopes, rows, keys, *ctx.geometry)
         if ctx.needs_input_grad[3]:
             mass = torch.exp(sink - lse).masked_fill(sink == -torch.inf, 0.0)
             dsink = (-mass * delta).sum_to_size(sink.shape)
@@ -92,3 +93,4 @@ def _register() -> None:
 
 
 _register()
+attend = make_eager(torch.ops.stablemask.triton_forward, _forward, _setup, _differentiate)
