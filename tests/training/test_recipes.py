@@ -13,6 +13,7 @@ from stablemask.cli import main
 from stablemask.cli import train as command
 from stablemask.training import Recipe, load_recipe
 from stablemask.training import plan as what_it_takes
+from stablemask.training.toml import read_tables
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 PATHS = sorted(FOLDER.glob("*.toml"))
@@ -224,6 +225,11 @@ def test_the_two_of_a_pair_differ_in_the_remedy_alone(name: str) -> None:
     assert ours.pop("name") != plain.pop("name")
     assert ours["model"].pop("remedy") != plain["model"].pop("remedy")
     assert ours == plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_packing_is_said_and_not_left_to_a_default(name: str) -> None:
+    assert read_tables(FOLDER / f"{name}.toml", {})["data"]["packing"] == "concatenated"
 
 
 # What a recipe says of itself, and what it takes
