@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+from datasets.exceptions import DatasetsError
 
 from stablemask.data import cache as disk
 from stablemask.data.files import SPLIT_NAMES, missing_column, row_fragments
@@ -13,6 +14,8 @@ from stablemask.data.progress import Bar
 
 # Papers and recipes call it by the name it had before the hub gave every dataset an owner.
 _OWNERS = {"wikitext": "Salesforce/wikitext"}
+# What datasets raises where a name is unknown, the hub is out of reach, or a file is damaged.
+_REFUSALS = (OSError, ValueError, KeyError, RuntimeError, DatasetsError)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def open_named(name: str, reading: Reading) -> dict[str, Source]:
     owned = [*_OWNERS.get(first, first).split("/"), *rest]
     try:
         found = datasets.load_dataset("/".join(owned[:2]), *owned[2:])
-    except (OSError, ValueError) as error:
+    except _REFUSALS as error:
         raise ValueError(
             f"{reading.option}: got {name!r}, which is not on disk and cannot be had from the hub: {error}"
         ) from error
@@ -64,7 +67,13 @@ def open_named(name: str, reading: Reading) -> dict[str, Source]:
 
 def open_saved(folder: Path, reading: Reading) -> dict[str, Source]:
     """The splits of a folder that ``save_to_disk`` wrote."""
-    found = datasets.load_from_disk(str(folder))
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except _REFUSALS as error:
+        raise ValueError(
+            f"{reading.option}: got {str(folder)!r}, which datasets cannot open: {error}; allowed: a "
+            "folder as `save_to_disk` wrote it"
+        ) from error
     splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
     return _splits(splits, str(folder), reading)
 
