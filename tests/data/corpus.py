@@ -13,6 +13,15 @@ import pyarrow.parquet as pq
 from stablemask.data import DataConfig
 from stablemask.data.sources import parts
 
+# Windows and old Mac ends of line, NUL, a line separator inside a line, combining and astral characters.
+ODD = [
+    "one\r\ntwo\rthree",
+    "nul \0 byte",
+    "a\u2028b\x85c\x0bd",
+    "e\u0301 語 🏳️‍🌈 \U0010ffff",
+    "  spaces \n\n",
+    "last",
+]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,

@@ -8,17 +8,7 @@ import pytest
 from stablemask.data import DataConfig, prepare
 from stablemask.data import fragments as fragments_module
 from stablemask.data.files import kind_of
-from tests.data.corpus import COMPRESS, documents, write
-
-# Windows and old Mac ends of line, NUL, a line separator inside a line, combining and astral characters.
-ODD = [
-    "one\r\ntwo\rthree",
-    "nul \0 byte",
-    "a\u2028b\x85c\x0bd",
-    "e\u0301 語 🏳️‍🌈 \U0010ffff",
-    "  spaces \n\n",
-    "last",
-]
+from tests.data.corpus import COMPRESS, ODD, documents, write
 
 
 def config_of(path: Path, **options: str | None) -> DataConfig:

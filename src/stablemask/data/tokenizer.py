@@ -41,7 +41,7 @@ def named_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise FileNotFoundError(f"tokenizer: got {name!r}; there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path if path.is_dir() else name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers has no class of its own for a damaged file
         raise ValueError(
             f"tokenizer: got {name!r}; allowed: 'bytes', 'bpe:N', a folder with a tokenizer, or a name on "
             f"the hub ({error})"
