@@ -1,5 +1,6 @@
 """Scenes of processes that prepare the same corpus, and die of it."""
 
+import hashlib
 import json
 import os
 import resource
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from stablemask.data import DataConfig, prepare, tokens
+from stablemask.data import DataConfig, builtin, prepare, tokens
+from stablemask.data.progress import Bar
 from tests import scenes
 
 _DOCUMENTS = 60
@@ -110,6 +112,20 @@ def memory(folder: Path) -> dict[str, object]:
     return {"rises": rises}
 
 
+def built_in(folder: Path) -> dict[str, object]:
+    """What the corpus without a download is, and the blocks of a part of it, tokenised from nothing."""
+    whole = builtin.StandardLibrary().fingerprint(Bar(shown=False))
+    modules = builtin._modules
+    builtin._modules = lambda folder: sorted(modules(folder))[::40]
+    splits = prepare(DataConfig(tokenizer="bpe:500", cache=str(folder)), 64, progress=False)
+    return {
+        "hash": hash("text"),  # of Python, which differs between processes
+        "texts": whole,
+        "blocks": [blocks.fingerprint for blocks in splits[:3]],
+        "tokens": [hashlib.blake2b(blocks.tokens.stream().tobytes()).hexdigest() for blocks in splits[:3]],
+    }
+
+
 def _highest(*, reset: bool = False) -> int:
     """The most memory that this process held, in KiB, of its own and not of mapped files."""
     if reset:
@@ -137,4 +153,4 @@ def _never_killed(config: DataConfig) -> list[object]:
 
 
 if __name__ == "__main__":
-    scenes.main(killed, together, full, memory)
+    scenes.main(killed, together, full, memory, built_in)

@@ -1,13 +1,15 @@
 """From a configuration to blocks: the built-in corpus, splits, packing, and the cache."""
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from stablemask.data import Blocks, DataConfig, Splits, prepare
+from stablemask.data import Blocks, DataConfig, Splits, builtin, prepare
 
 TEXTS = [f"Document {n}.\nIt has {'many ' * (n % 7)}words, é and 語, and ends." for n in range(97)]
 
@@ -79,3 +81,17 @@ def test_the_built_in_corpus(tmp_path: Path) -> None:
     splits = prepare(DataConfig(tokenizer="bytes", cache=str(tmp_path)), 512)
     assert all(len(blocks) > 100 for blocks in splits[:3])
     assert sum(blocks.num_bytes for blocks in splits[:3]) > 5_000_000
+
+
+def test_the_built_in_corpus_is_not_in_the_order_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = os.walk
+
+    def backwards(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for parent, folders, names in walk(folder):
+            folders.reverse()
+            yield parent, folders, names[::-1]
+
+    found = [builtin.StandardLibrary().documents]
+    monkeypatch.setattr(os, "walk", backwards)
+    found.append(builtin.StandardLibrary().documents)
+    assert found[0] == found[1]

@@ -44,3 +44,15 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     small, large = scenes.play(PROCESSES, tmp_path, "memory")["memory"]["rises"]
     assert small > 0
     assert large - small < 12 * KIB_OF_A_MIB
+
+
+def test_the_built_in_corpus_is_the_same_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        (tmp_path / seed).mkdir()
+        found.append(scenes.play(PROCESSES, tmp_path / seed, "built_in")["built_in"])
+    assert found[0].pop("hash") != found[1].pop("hash")
+    assert found[0] == found[1]
