@@ -1,8 +1,6 @@
 """Starting a run on many GPUs: configurations as accelerate reads them, and what a run says to others."""
 
 import os
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -15,24 +13,16 @@ from torch.distributed import run as torchrun
 from stablemask.cli.train import parse
 from stablemask.training import load_recipe, plan, train
 from tests.training import small
+from tests.training.launching import FOLDER, ROOT, of_configuration, of_the_page
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "recipes" / "launch"
 MACHINES = {"one-machine": 1, "four-machines": 4}
 GPUS = 8
-
-
-def command(name: str) -> list[str]:
-    """The command in the comment at the head of a configuration."""
-    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    lines = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#   ")]
-    return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
 
 
 def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Set the environment that accelerate launch gives its processes; the command line that they run."""
     monkeypatch.chdir(ROOT)
-    start, launch, *options = command(name)
+    start, launch, *options = of_configuration(name)
     assert [start, launch] == ["accelerate", "launch"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(options))
     monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda _: False)
@@ -74,9 +64,8 @@ def test_configurations(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_the_commands_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "how-to" / "recipes.md").read_text(encoding="utf-8").replace("\\\n", "")
-    found = re.findall(r"^(?:torchrun|accelerate launch) .+$", page, re.MULTILINE)
-    torchruns = [shlex.split(line)[1:] for line in found if line.startswith("torchrun")]
+    found = of_the_page()
+    torchruns = [options for start, *options in found if start == "torchrun"]
     machines = []
     for options in torchruns:
         config, _, (_, _, module, subcommand, *rest) = torchrun.config_from_args(torchrun.parse_args(options))
@@ -86,7 +75,7 @@ def test_the_commands_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert job.recipe.train.distribution == "fsdp"
         machines.append(config.min_nodes)
     assert machines == [1, 4]
-    assert [shlex.split(line) for line in found if line.startswith("accelerate")] == [command("one-machine")]
+    assert [line for line in found if line[0] == "accelerate"] == [of_configuration("one-machine")]
 
 
 @pytest.mark.parametrize(

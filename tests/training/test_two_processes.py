@@ -18,25 +18,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return scenes.play("tests.training.two_processes", tmp_path_factory.mktemp("two"), "runs")["runs"]
 
 
-def apart(a: list[dict[str, float]], b: list[dict[str, float]]) -> float:
-    """The largest difference of losses and of norms of the gradient, as a share of them."""
-    assert [line["step"] for line in a] == [line["step"] for line in b]
-    names = ("loss", "grad_norm", "valid_loss")
-    pairs = [(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in names if name in x]
-    assert len(pairs) == 12 + 12 + 2
-    return max(abs(x - y) / abs(y) for x, y in pairs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*two_processes.TWO, "ddp, ended in one"])
 def test_two_processes_have_the_losses_of_one(name: str, found: Found) -> None:
     precision = "bf16" if "bf16" in name else "fp32"
-    assert apart(found["curves"][name], found["curves"][precision]) <= TOLERANCE[precision]
+    assert two_processes.apart(found["curves"][name], found["curves"][precision]) <= TOLERANCE[precision]
 
 
 @pytest.mark.slow
 def test_other_losses_would_be_seen(found: Found) -> None:
-    assert apart(found["curves"]["bf16"], found["curves"]["fp32"]) > 10 * TOLERANCE["fp32"]
+    assert two_processes.apart(found["curves"]["bf16"], found["curves"]["fp32"]) > 10 * TOLERANCE["fp32"]
 
 
 @pytest.mark.slow

@@ -57,6 +57,15 @@ def recipe(folder: Path, **settings: Any) -> Recipe:
     return replace(base, train=replace(base.train, **settings))
 
 
+def apart(a: list[dict[str, float]], b: list[dict[str, float]]) -> float:
+    """The largest difference of losses and of norms of the gradient, as a share of them."""
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    names = ("loss", "grad_norm", "valid_loss")
+    pairs = [(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in names if name in x]
+    assert len(pairs) == 12 + 12 + 2
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
 def runs(folder: Path) -> dict[str, object]:
     """All runs: in one process, in two, and begun in two and ended in one."""
     torch.set_num_threads(1)
