@@ -24,10 +24,9 @@ def commands(items: Sequence[Item], claims: Sequence[Claim], study: Study, found
     lines = [*_preparing(found), *_training(found)]
     if on_models:
         lines.append(shlex.join(["stablemask", "reproduce", *on_models, *_text_options(found)]))
-    without_text = {name: own for name, own in entries.items() if not any(map(reads_text, own))}
     devices = {entry: str(found.cells[entry]["settings"]["device"]) for entry in free}
     for device in sorted(set(devices.values())):
-        ids = _ids(without_text, [entry for entry in free if devices[entry] == device])
+        ids = _ids(entries, [entry for entry in free if devices[entry] == device])
         lines.append(shlex.join(["stablemask", "reproduce", *ids, "--device", device]))
     return lines
 
