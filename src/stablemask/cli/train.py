@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from torch import distributed
 
 from stablemask.data import DataConfig
 from stablemask.training import ModelConfig, Recipe, TrainConfig, load_recipe, plan, train
@@ -79,6 +80,7 @@ def run(job: Job) -> int:
             print("\n".join(plan(job.recipe, job.planned_processes).lines()))
             return 0
         summary = train(job.recipe, job.out)
+        _leave_group()
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"stablemask train: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
@@ -92,6 +94,13 @@ def run(job: Job) -> int:
         f"{summary.tokens:,} tokens, {summary.seconds:,.0f} s"
     )
     return 0
+
+
+def _leave_group() -> None:
+    """A process that exits inside a group of gloo may abort while another still talks to it."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 def _changed(before: Any, after: Any) -> Mapping[str, Any]:
